@@ -253,7 +253,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
     documents = content.get("max_documents")
     if documents is not None and (type(documents) is not int or documents < 1):
         raise ConfigFileError(f"{file}: 'max_documents' is {documents!r}; expected a whole number above 0")
-    given = {f"{key}.{name}" for key in _GROUPS for name in content.get(key) or ()}
+    given = {f"{key}.{name}" for key in _GROUPS for name in _mapping(file, content, key)}
     return PluginConfig(
         path=file,
         preset=name,

@@ -72,7 +72,10 @@ def test_the_environment_names_the_file(file: Path, monkeypatch: pytest.MonkeyPa
         ("model: nam56r\noverrides: [1]\n", ["'overrides' is [1]", "expected a mapping"]),
         ("model: nam56r\noverrides: false\n", ["'overrides' is False", "expected a mapping"]),
         ('model: nam56r\noverrides: ""\n', ["'overrides' is ''", "expected a mapping"]),
-        ("model: nam56r\nbackends: 0\n", ["'backends' is 0", "expected a mapping"]),
+        *(
+            (f"model: nam56r\n{key}: 0\n", [f"'{key}' is 0", "expected a mapping"])
+            for key in ("backends", *plugin_config._GROUPS)
+        ),
         ("model: nam56r\nbackends: {mamba3: 1}\n", ["backends.mamba3 is 1"]),
         ("model: nam56r\nbackends: {mamba4: auto}\n", ["no op called 'mamba4'", "did you mean 'mamba3'"]),
         ("model: nam56r\nbackends: {mamba3: refrence}\n", ["no backend for op mamba3 called 'refrence'"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megacpp_mcore.bench.catalog import LAYER
 from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.util.files import writable
 
 Row = Mapping[str, str]
 
@@ -70,11 +71,12 @@ class Table:
 
     Raises:
         BenchmarkError: the file cannot be read, or is not a complete table of these columns; nothing is measured then.
+        DataError: it is no regular file.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         self.path, self.columns = path, tuple(columns)
-        if path.exists() and not (path.is_file() and path.stat().st_size == 0):
+        if path.exists() and writable(path).stat().st_size:
             read(path, columns)
 
     def append(self, *rows: Mapping[str, object]) -> None:

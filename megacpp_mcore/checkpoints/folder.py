@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from megacpp_mcore.checkpoints.integrity import COMMON, CONFIG, MANIFEST, METADATA, damages, torch_files
+from megacpp_mcore.checkpoints.integrity import COMMON, CONFIG, MANIFEST, METADATA, Unreadable, damages, torch_files
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.collectives import gathered, rank_and_size, say
 from megacpp_mcore.util.files import is_remote
@@ -215,6 +215,12 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
     if named is not None:
         folder = iteration_folder(load, named)
         if found := _damages(folder, by_digests):
+            if denied := [one for one in found if isinstance(one, Unreadable)]:
+                raise CheckpointError(
+                    f"the checkpoint {folder} cannot be read: {'; '.join(denied)}; expected files that this user may read: "
+                    "change their permissions, or name a copy",
+                    code="denied",
+                )
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
             numbers = [number for number in numbers if named == RELEASE or number < int(named)]
         elif not (folder / MANIFEST).exists() and not torch_files(folder):
@@ -287,6 +293,11 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
     """
     found, numbers = _iterations(load)
     if step:
+        if not (folder := iteration_folder(load, str(step))).exists() and not folder.is_symlink():
+            there = ", ".join(str(int(path.name[5:])) for path in found) or "none"
+            raise CheckpointError(
+                f"--ckpt-step {step}: there is no {folder}; the iterations in {load} are {there}: name one"
+            )
         return str(step), None, numbers, False, False
     try:
         named = read_tracker(load)
@@ -317,7 +328,8 @@ def _on_rank_0[T](compute: Callable[[], T]) -> T:
         try:
             outcome = compute(), None
         except Exception as error:  # the others wait
-            outcome = None, str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
+            advice = ": expected a file or folder that this user may read" if isinstance(error, PermissionError) else ""
+            outcome = None, f"{error}{advice}" if isinstance(error, CheckpointError | OSError) else repr(error)
     result: T
     result, problem = gathered(outcome)[0]
     if problem is not None:

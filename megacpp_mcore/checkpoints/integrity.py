@@ -224,6 +224,10 @@ def _manifest_text(files: dict[str, str], manifest_id: str) -> str:
     return json.dumps({**content, "seal": hashlib.sha256(json.dumps(content).encode()).hexdigest()}, indent=2)
 
 
+class Unreadable(str):
+    """A damage that is none: this user may not read the file."""
+
+
 def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: bool = True) -> list[str]:
     """List what is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
 
@@ -254,7 +258,8 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
             read_metadata(folder)  # refuses code, also with a matching digest
         return found
     except Exception as error:  # a damaged pickle can hold anything; the other ranks wait for an answer
-        return [str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"]
+        found = str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"
+        return [Unreadable(found) if isinstance(error.__cause__ or error, PermissionError) else found]
 
 
 def torch_files(folder: Path) -> list[Path]:
@@ -266,9 +271,12 @@ def _zip_damage(path: Path) -> str | None:
     """Compare the CRC-32 sums in a file of ``torch.save`` with its records, as ``torch.load`` does not."""
     name = f"{path.parent.name}/{path.name}"
     try:
+        path.open("rb").close()
         torch._C.PyTorchFileReader(str(path))  # refuses headers that Python's reader takes
         with zipfile.ZipFile(path) as archive:
             record = archive.testzip()
+    except PermissionError as error:
+        return Unreadable(f"{name}: {error}")
     except Exception as error:  # a damaged header can raise anything
         return f"{name}: damaged ({error!r})"
     return None if record is None else f"{name}: its record {record} is not what was saved"
@@ -310,7 +318,8 @@ def _damage(path: Path, digest: str) -> str | None:
     except FileNotFoundError:
         return f"{path.name}: not found"
     except OSError as error:
-        return f"{path.name}: cannot be read ({error})"
+        found = f"{path.name}: cannot be read ({error})"
+        return Unreadable(found) if isinstance(error, PermissionError) else found
 
 
 def _structural_damages(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with contextlib.nullcontext() if args.command in _LAUNCHES else _without_others():
             status: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
         return status
     except MegacppError as error:
         if args.traceback:
@@ -47,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone; Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if args.command in _LAUNCHES or error.errno != errno.ENOSPC:
+            raise
+        print(
+            f"error: {error}; expected room for what the command writes: free some, or write elsewhere", file=sys.stderr
+        )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USER_ERROR
 
 
 @contextlib.contextmanager

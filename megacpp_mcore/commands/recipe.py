@@ -30,6 +30,7 @@ from megacpp_mcore.model.recipes import RECIPES, Recipe
 from megacpp_mcore.model.run import CAPTURED, Run
 from megacpp_mcore.model.training import DEFAULT_MODEL_CLASS, RECOMPUTED, Recompute, Training, named_as
 from megacpp_mcore.util import flags
+from megacpp_mcore.util.files import writable
 from megacpp_mcore.util.nearest import nearest
 
 _FORMS: Mapping[str, Callable[[StockCommand], str]] = {
@@ -435,8 +436,9 @@ def _write_settings(
     content = {} if loaded is None else yaml.safe_load(loaded.path.read_text(encoding="utf-8"))
     content |= {"model": base, "overrides": overrides.differences(model, preset(base))}
     text, path = yaml.safe_dump(content, sort_keys=False), Path(args.settings)
+    writable(path)
     try:
-        if not args.overwrite and path.exists() and path.read_text(encoding="utf-8") != text:
+        if not args.overwrite and path.exists() and path.read_bytes() != text.encode():
             raise LaunchError(f"{path} exists with different content; choose another file, or add --overwrite")
         path.write_text(text, encoding="utf-8")
     except OSError as error:

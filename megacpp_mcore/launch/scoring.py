@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megacpp_mcore.observe import events
 from megacpp_mcore.util import console, flags
-from megacpp_mcore.util.files import replace
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--tokens", type=flags.positive, metavar="N", help="its first N tokens only (default: all)")
     batch = "windows at a time, of a replica (default: 8)"
     group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help=batch)
-    group.add_argument("--output", metavar="FILE", help="JSON file for the result")
+    group.add_argument("--output", type=flags.output, metavar="FILE", help="JSON file for the result")
     return parser
 
 
@@ -85,13 +85,13 @@ def main() -> None:
         step=args.iteration,
         seconds=time.monotonic() - began,
     )
-    if args.output:
-        replace(Path(args.output), json.dumps(asdict(score), indent=1).encode() + b"\n")
     unigram = "" if score.unigram_bits_per_byte is None else f" (unigram {score.unigram_bits_per_byte:.6f})"
     console.say(
         f"held-out bits per byte {score.bits_per_byte:.6f}{unigram}; perplexity {score.perplexity:.6f} per token; "
         f"step {score.step}, {score.tokens} tokens, {score.bytes} bytes"
     )
+    if args.output is not None:
+        events.replace(Path(args.output), json.dumps(asdict(score), indent=1) + "\n")
 
 
 if __name__ == "__main__":

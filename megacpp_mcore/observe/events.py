@@ -232,10 +232,7 @@ def replace(path: Path, text: str) -> None:
         DataError: the folder cannot be written to, or ``path`` is not a regular file.
     """
     try:
-        path = Path(os.path.realpath(path))
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # a link by now leads to itself
-            raise DataError(f"{path} is no regular file; expected one, or a name that is free")
-        files.replace(path, text.encode())
+        files.replace(files.writable(path), text.encode())
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected a file that can be written") from error
 

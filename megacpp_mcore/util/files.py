@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from megacpp_mcore.errors import DataError
+
 StrPath = str | os.PathLike[str]
 TEMPORARY = ".megacpp-"
 """Infix of temporary file names: the target's name, this, the process id, ``~``."""
@@ -30,6 +32,22 @@ def flush_to_disk(path: StrPath) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def writable(path: StrPath) -> Path:
+    """Return where ``path`` leads: to a regular file, or a name that is free in a folder that can be written to.
+
+    Raises:
+        DataError: it leads to something else, such as a device, a pipe or a folder.
+    """
+    found = Path(os.path.realpath(path))
+    if os.path.islink(found) or (os.path.exists(found) and not os.path.isfile(found)):  # a link by now leads to itself
+        raise DataError(f"{found} is no regular file; expected one, or a name that is free")
+    if not (os.path.exists(found) or (os.path.isdir(found.parent) and os.access(found.parent, os.W_OK | os.X_OK))):
+        raise DataError(
+            f"{found} cannot be written; expected a folder that can be written to: make {found.parent}, or name another file"
+        )
+    return found
 
 
 def replace(path: StrPath, content: bytes, like: os.stat_result | None = None) -> None:

@@ -7,6 +7,9 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 
+from megacpp_mcore.errors import DataError
+from megacpp_mcore.util.files import writable
+
 Flags = Mapping[str, tuple[str, ...]]
 
 
@@ -45,6 +48,15 @@ def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = N
         bound = "" if least is None else f", {least} or more"
         raise error(f"{flag} is {text!r}; expected a whole number{bound}, such as 2")
     return number
+
+
+def output(text: str) -> str:
+    """Parse the name of a file to write, for argparse: refused before anything starts where it could not be."""
+    try:
+        writable(text)
+    except DataError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def positive(text: str) -> int:

@@ -48,8 +48,10 @@ class SourceTree:
         try:
             tree.file("megatron.core")
         except Refusal as refusal:
+            other = next((root / "megatron" for root in tree.roots if (root / "megatron").is_dir()), None)
             raise CheckoutError(
-                f"megatron-core is not installed here; install megatron-core{MEGATRON_CORE}, or name a checkout"
+                f"megatron-core is not installed here{f': {other} is another package' if other else ''}; install "
+                f"megatron-core{MEGATRON_CORE}, or name a checkout"
             ) from refusal
         return tree
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import io
 import os
 import pickle
 import re
@@ -14,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -128,6 +131,28 @@ def test_a_checkpoint_that_is_a_link_to_nothing_is_named(saved: Path) -> None:
     checkpoint_folder.load_newest_whole = True
     with raises(CheckpointError, saved / NEWEST, "nowhere"):
         choose(saved, None)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_may_not_be_read_is_not_damaged(saved: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is another checkpoint taken in its place."""
+    opened, denied = io.open, str(saved / NEWEST / name)
+
+    def guarded(file: Any, *args: Any, **how: Any) -> Any:
+        if str(file) == denied:
+            raise PermissionError(errno.EACCES, "Permission denied", denied)
+        return opened(file, *args, **how)
+
+    monkeypatch.setattr("io.open", guarded)
+    monkeypatch.setattr("builtins.open", guarded)
+    checkpoint_folder.load_newest_whole = True
+    with raises(CheckpointError, saved / NEWEST, name, "may read", code="" if name == ".metadata" else "denied"):
+        choose(saved, None)
+
+
+def test_an_iteration_that_is_not_there_is_not_damaged(saved: Path) -> None:
+    with raises(CheckpointError, "--ckpt-step 7", saved / "iter_0000007", "3, 6"):
+        choose(saved, 7)
 
 
 def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,14 @@ def test_how_errors_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_full_disk_and_a_closed_output_end_in_a_line() -> None:
+    for redirection, status, says in ((">/dev/full", 2, "expected room"), (">&-", 0, "")):
+        command = f'"{sys.executable}" -m megacpp_mcore recipe list {redirection}'
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (status, bool(says)), done.stderr
+        assert says in done.stderr
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "megacpp_mcore", "recipe", "emit", "nam56r_tiny", "--as", "cli"]
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -11,6 +11,7 @@ import pytest
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import process
 from megacpp_mcore.util import console
+from tests.errors import raises
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,14 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
     text = log.read_text()
     assert "Megatron's line\n" in text
     assert "torch's line\n" in text
+
+
+def test_a_full_disk_does_not_replace_the_error() -> None:
+    torch, handler = logging.getLogger("torch"), logging.StreamHandler()
+    torch.addHandler(handler)
+    try:
+        with raises(LaunchError, "the disk is full"), console.redirected(Path("/dev/full")):
+            handler.emit(logging.makeLogRecord({"msg": "torch's line"}))
+            raise LaunchError("the disk is full")
+    finally:
+        torch.removeHandler(handler)

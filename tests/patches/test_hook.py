@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import megacpp_mcore
-from megacpp_mcore.errors import PatchError
+from megacpp_mcore.errors import CheckoutError, PatchError
 from megacpp_mcore.patches.machinery import registry as machinery
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.record import Patch
@@ -322,6 +322,15 @@ print(SourceTree.of_process().version())
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["9.8.7", "False", "9.8.7"], done.stderr
+
+
+def test_another_package_of_that_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megatron").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    with raises(CheckoutError, "megatron-core is not installed", tmp_path / "megatron"):
+        SourceTree.of_process()
 
 
 def python(root: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:

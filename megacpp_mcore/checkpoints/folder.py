@@ -222,7 +222,8 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
                     code="denied",
                 )
             problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
-            numbers = [number for number in numbers if named == RELEASE or number < int(named)]
+            earlier = [number for number in numbers if named == RELEASE or number < int(named)]
+            numbers = earlier or [number for number in numbers if str(number) != named]
         elif not (folder / MANIFEST).exists() and not torch_files(folder):
             say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:

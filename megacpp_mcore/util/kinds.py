@@ -14,9 +14,13 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def list_of(kind: Kind) -> Kind:
-    """Make the kind of lists of values of ``kind``."""
-    return Kind(f"list of {kind.words}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+def list_of(kind: Kind, length: int | None = None) -> Kind:
+    """Make the kind of lists of values of ``kind``, of this length or any."""
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value))
+
+    return Kind(f"list of {'' if length is None else f'{length} × '}{kind.words}", fits)
 
 
 def map_of(kind: Kind) -> Kind:

@@ -106,6 +106,7 @@ TRACKERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "words": (lambda path: path.write_text("6 or so"), f"{TRACKER} contains '6 or so'"),
     "huge": (lambda path: path.write_text("6" * 5000), f"{TRACKER} contains '666"),
     "of nothing": (lambda path: path.write_text("60"), "iter_0000060 is damaged"),
+    "of nothing before all": (lambda path: path.write_text("0"), "iter_0000000 is damaged"),
     "a link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), f"{TRACKER} is a link to nowhere"),
 }
 

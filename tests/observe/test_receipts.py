@@ -160,6 +160,7 @@ def bare_receipt(**values: Any) -> dict[str, Any]:
         ("routing.layers", {"2": {"asked": 1}}, ("routing.layers is {'2': {'asked': 1}}", "map")),
         ("flops", {"families": {}}, ("flops is {'families': {}}", "{families, by_precision, …}")),
         ("disqualifiers", [{"name": "tired", "evidence": ""}], ("disqualifiers is [{'name': 'tired'",)),
+        ("profiler.step_range", [], ("profiler.step_range is []", "list of 2")),
         ("memory", 3, ("memory is",)),
         ("speed", 3, ("speed is",)),
         ("backends", [NAMED | {"layers": "4-"}], ("backends is [{'op': 'mla', 'layers': '4-'",)),

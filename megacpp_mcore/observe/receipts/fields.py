@@ -232,7 +232,7 @@ FIELDS: tuple[Field, ...] = (
     _S("loss.last", NUMBER, "of the last one", "last loss", "loss"),
     _F("loss.first_step", COUNT, "its number"),
     _F("loss.last_step", COUNT, "its number"),
-    _F("profiler.step_range", list_of(COUNT), "first and last step of the window"),
+    _F("profiler.step_range", list_of(COUNT, 2), "first and last step of the window"),
     _F("profiler.phase", TEXT, "`warm-up` or `steady`, as the profile judged"),
     _F("profiler.hidden_share", SHARE, "of the communication, what ran together with computation, by the streams' intervals"),
     _A("disqualifiers", list_of(record(name=one_of(*DISQUALIFIERS), evidence=TEXT)),

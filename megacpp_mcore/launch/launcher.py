@@ -240,6 +240,9 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         except SystemExit as end:
             if end.code:
                 raise
+        else:
+            if line := process.nothing_left():
+                say(line)
         process.leave_process_group()
 
 

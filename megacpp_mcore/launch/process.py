@@ -126,6 +126,20 @@ def logged_steps() -> Iterator[None]:
         yield
 
 
+def nothing_left() -> str:
+    """Say that a run which has ended had no step to train; empty if it had some, or was no training."""
+    from megatron.training import get_args
+
+    try:
+        args = get_args()
+    except AssertionError:  # nobody has parsed any
+        return ""
+    done, wanted = getattr(args, "iteration", None) or 0, args.train_iters or 0
+    if args.skip_train or not wanted or done < wanted:
+        return ""
+    return f"no step was left: the checkpoint in {args.load} is of iteration {done}, and --train-iters is {wanted}"
+
+
 def leave_process_group() -> None:
     """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit."""
     import torch

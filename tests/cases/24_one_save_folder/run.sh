@@ -35,3 +35,8 @@ digests saved | diff before - || fail "a refused run changed the folder"
 [ "$(train log --no-observe -- "${command[@]}" --load saved)" = 0 ] || { tail -5 log; fail "it does not continue"; }
 whole 1 2 3 4
 digests saved/iter_000000[12] | diff <(grep -F -e /iter_0000001/ -e /iter_0000002/ before) - || fail "earlier checkpoints changed"
+! grep "no step was left" log || fail "it trained two"
+
+[ "$(train log --no-observe -- "${command[@]}" --load saved)" = 0 ] || { tail -5 log; fail "it does not end well with nothing left to do"; }
+grep "no step was left: the checkpoint in saved is of iteration 4, and --train-iters is 4" log || fail "it does not say that it trained nothing"
+whole 1 2 3 4

@@ -35,7 +35,7 @@ def redirected(file: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for handler in logging.getLogger("torch").handlers:
             if isinstance(handler, logging.StreamHandler) and (before := handler.setStream(log)) is not None:
-                stack.callback(handler.setStream, before)
+                stack.callback(setattr, handler, "stream", before)  # setStream flushes, which a full disk fails again
         warnings = logging.StreamHandler(sys.stderr)
         warnings.setLevel(logging.WARNING)
         warnings.setFormatter(logging.Formatter("megacpp-mcore: %(levelname)s: %(message)s"))

@@ -57,6 +57,8 @@ AT_THE_COMMAND_LINE = [
     (f"{EMIT} --via bare", "needs the CPU lane"),
     (f"{EMIT} --settings x.yaml", "nothing is changed"),
     (f"{EMIT} --set dsa.topk=64 --settings 'no folder/x.yaml'", "cannot be written"),
+    (f"{EMIT} --set dsa.topk=64 --settings /dev/full", "/dev/full is no regular file"),
+    (f"{EMIT} --set dsa.topk=64 --settings binary", "choose another file, or add --overwrite"),
     (f"{WHOLE} --partition x", "--partition is an option of a batch job"),
     (f"{WHOLE} --pipeline 2", "layer 29"),
     (f"{WHOLE} --expert 7 --set dsa.topk=8 --settings new.yaml", "expert parallelism (7)"),  # not the batch
@@ -88,6 +90,9 @@ AT_THE_COMMAND_LINE = [
     ("data prepare nope.txt --output x/y", "No such file or directory"),
     ("data prepare afile --output y --tokenizer nope", "pass the folder that holds tokenizer.json"),
     ("report compare nope nope2", "expected the folder of a run that was observed, or a receipt"),
+    ("score --heldout x --output /dev/full -- {words}", "--output: /dev/full is no regular file"),
+    ("score --heldout x --output= -- {words}", "is no regular file; expected one, or a name that is free"),
+    ("score --heldout x --output 'no folder/x.json' -- {words}", "no folder, or name another file"),
     ("launch --lr 1", "--lr 1"),
     ("launch --device cpu pretrain_gpt.py --lr 1", "launch [OPTIONS] -- pretrain_gpt.py …"),
     ("launch --device cpu {words}", "before --: "),
@@ -124,6 +129,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "afile").write_text("a: 1\n")
+    (tmp_path / "binary").write_bytes(b"\xff")
     (tmp_path / "key.yaml").write_text("modle: nam56r_tiny\n")
     monkeypatch.chdir(tmp_path)
     for variable in ("MEGATRON_LM", "MEGACPP_CONFIG"):

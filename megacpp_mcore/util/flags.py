@@ -59,6 +59,15 @@ def output(text: str) -> str:
     return text
 
 
+def utf8(text: str) -> str:
+    """Parse text for argparse: words of a command line that are not UTF-8 arrive with surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected UTF-8: mind the terminal's encoding") from error
+    return text
+
+
 def positive(text: str) -> int:
     """Parse a whole number, 1 or more, for argparse."""
     if not (text.isdecimal() and int(text)):

@@ -93,6 +93,7 @@ AT_THE_COMMAND_LINE = [
     ("score --heldout x --output /dev/full -- {words}", "--output: /dev/full is no regular file"),
     ("score --heldout x --output= -- {words}", "is no regular file; expected one, or a name that is free"),
     ("score --heldout x --output 'no folder/x.json' -- {words}", "no folder, or name another file"),
+    ("sample --prompt 'a\udcff' -- {words}", r"--prompt: found 'a\udcff', expected UTF-8"),
     ("launch --lr 1", "--lr 1"),
     ("launch --device cpu pretrain_gpt.py --lr 1", "launch [OPTIONS] -- pretrain_gpt.py …"),
     ("launch --device cpu {words}", "before --: "),

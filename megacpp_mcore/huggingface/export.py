@@ -22,8 +22,11 @@ from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_S
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
 from megacpp_mcore.model import Model, hybrid
+from megacpp_mcore.util.files import sha256_of
 
 INDEX = "model.safetensors.index.json"
+DIGESTS = "sha256"
+"""Key in the index of the digests of its files. Bridge copies the index's ``metadata`` to other weights, and no other key."""
 CODE = ("configuration_nam56r.py", "modeling_nam56r.py")
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -65,6 +68,7 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
     with new_folder(folder) as unfinished:
         shards, size = list(_shards(wanted, stored, shard_bytes)), 0
         places: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             values = _read(reader, shard, stored)
@@ -72,7 +76,8 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
             library.save_file(values, str(unfinished / name), metadata={"format": "pt"})
             (unfinished / name).chmod(0o644)
             places |= dict.fromkeys(values, name)
-        _write_json(unfinished / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+            digests[name] = sha256_of(unfinished / name)
+        _write_json(unfinished / INDEX, {"metadata": {"total_size": size}, DIGESTS: digests, "weight_map": places})
         widest = stored["output_layer.weight"].properties.dtype
         ids = _special_ids(files)
         dtype = {"dtype": str(widest).removeprefix("torch."), "megacpp_mcore": megacpp_mcore.__version__}

@@ -18,10 +18,11 @@ from megacpp_mcore.checkpoints.integrity import COMMON, write_manifest
 from megacpp_mcore.checkpoints.layout import KEY, LAYOUT, MODEL_KEY, recorded
 from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.huggingface.export import INDEX, safetensors
+from megacpp_mcore.huggingface.export import DIGESTS, INDEX, safetensors
 from megacpp_mcore.huggingface.names import PLAIN, configuration, tensors
 from megacpp_mcore.model import PRESETS, Model, preset
 from megacpp_mcore.settings import VARIABLE, from_environment
+from megacpp_mcore.util.files import sha256_of
 
 _EXTRA = "{}_extra_state/shard_{}_{}"
 """Megatron's name of the extra state of a linear layer, of its prefix, and of one expert among many."""
@@ -39,8 +40,8 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         The folder of the release in ``checkpoint``.
 
     Raises:
-        CheckpointError: ``folder`` is incomplete, cannot be read or is of another model; ``checkpoint`` exists; safetensors is
-            not installed. Nothing is left behind.
+        CheckpointError: ``folder`` is incomplete, damaged, cannot be read or is of another model; ``checkpoint`` exists;
+            safetensors is not installed. Nothing is left behind.
     """
     _check_configuration(_json(folder / "config.json"), str(folder / "config.json"), model)
     state: dict[str, Any] = {}
@@ -110,14 +111,15 @@ def _check_configuration(found: Mapping[str, Any], where: str, model: Model) -> 
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors, mapped from their files."""
+    """Return all tensors, mapped from their files, which are compared with the digests in the index, if it has any."""
     library = safetensors()
     index = folder / INDEX
-    places = _json(index).get("weight_map") if index.is_file() else None
+    content = _json(index) if index.is_file() else {}
+    places, digests = content.get("weight_map"), content.get(DIGESTS, {})
     plain = isinstance(places, dict) and all(
         isinstance(name, str) and Path(name).name == name for name in places.values()
     )
-    if index.is_file() and not (places and plain):
+    if index.is_file() and not (places and plain and isinstance(digests, dict)):
         raise CheckpointError(f"{index} has no weight_map from tensors to files beside it; export it again")
     names = sorted(set(places.values())) if places else ["model.safetensors"]
     values: dict[str, torch.Tensor] = {}
@@ -125,10 +127,15 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
         path = folder / name
         try:
             values |= library.load_file(str(path))
+            is_whole = not digests or sha256_of(path) == digests.get(name)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; the export is incomplete, export it again") from None
         except Exception as error:  # a damaged header can raise anything
             raise CheckpointError(f"{path} cannot be read ({error}); export it again") from error
+        if not is_whole:
+            raise CheckpointError(
+                f"{path} is not what was exported, by the SHA-256 in {INDEX}; restore it from a copy, or export it again"
+            )
     if places and (lost := sorted(places.keys() - values.keys())):
         raise CheckpointError(
             f"{folder / places[lost[0]]} has no {lost[0]}, which {INDEX} says it has; export it again"

@@ -301,11 +301,24 @@ def damaged(exported: Path, tmp_path: Path) -> Path:
             lambda folder: os.truncate(folder / "model-00001-of-00001.safetensors", 5000),
             "model-00001-of-00001.safetensors",
         ),
+        (
+            lambda folder: flip(folder / "model-00001-of-00001.safetensors"),
+            "model-00001-of-00001.safetensors is not what was exported",
+        ),
+        (lambda folder: edit(folder / "model.safetensors.index.json", sha256={"x": ""}), "is not what was exported"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (lambda folder: edit(folder / "config.json", index_topk=7), "index_topk is 7"),
         (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=["x"]), "weight_map"),
     ],
-    ids=["a file deleted", "a file cut", "no configuration", "another model", "no map"],
+    ids=[
+        "a file deleted",
+        "a file cut",
+        "a bit flipped",
+        "no digest of a file",
+        "no configuration",
+        "another model",
+        "no map",
+    ],
 )
 def test_a_damaged_export_is_named(
     command: Command, damaged: Path, tmp_path: Path, change: Callable[[Path], object], named: str
@@ -329,6 +342,12 @@ def test_what_no_tensor_shows_is_compared(
     settings = tmp_path / "other.yaml"
     settings.write_text((place / "config.yaml").read_text() + f"  {override}\n")
     assert named in command("export", place / "saved", tmp_path / "new", status=2, settings=str(settings))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def edit(path: Path, **values: object) -> None:

@@ -7,6 +7,7 @@ left out. Text is UTF-8 and is kept byte for byte: no newline translation, no by
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fnmatch
 import gzip
@@ -302,7 +303,7 @@ def read_documents(
         unpack = "; unpack it first" if source.relative.lower().endswith(_UNKNOWN) else ""
         _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8{unpack}", skipped)
         return
-    if isinstance(_record(text.lstrip().partition(b"\n")[0]).get(json_key), str):
+    if isinstance(_record(text.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]).get(json_key), str):
         _refuse(source, 0, f"a JSON line with the key {json_key!r} begins there: name the file .jsonl", skipped)
     elif text:
         yield source.relative, text

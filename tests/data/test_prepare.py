@@ -328,6 +328,7 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
     [
         ("lines", b'{"text": "one"}\n{"text": "two"}\n', ["offset 0", "'text'", ".jsonl"]),
         ("lines.txt", b'\n{"text": "one"}\n', ["'text'", ".jsonl"]),
+        ("mark.json.1", b'\xef\xbb\xbf\n{"text": "one"}\n', ["'text'", ".jsonl"]),
         ("lines.jsonl.gz", b"\x1f\x8b\x08", ["cannot be unpacked", "whole gz file"]),
         ("lines.txt.GZ", gzip.compress(b"text", mtime=0)[:-4], ["cannot be unpacked", "whole GZ file"]),
         ("lines.jsonl.xz", b"\xfd7zXZ\x00\x80", ["0xfd", "offset 0"]),
@@ -342,6 +343,12 @@ def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
     (tmp_path / name).write_bytes(content)
     with raises(DataError, name, *values):
         run(tmp_path / name, tmp_path / "set")
+
+
+def test_a_byte_order_mark_before_text_is_kept(tmp_path):
+    (tmp_path / "mark.txt").write_text(text := '\ufeff{"content": "one"}')
+    (prefix,) = run(tmp_path / "mark.txt", tmp_path / "set")
+    assert read_back(prefix) == [text.encode()]
 
 
 def test_a_packed_file_gives_what_it_holds(texts, tmp_path, capsys):

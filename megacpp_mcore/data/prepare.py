@@ -245,9 +245,11 @@ def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
             hashes[piece.number] = encoded.sha256
     for side, name in enumerate(plan.shares):
         if not documents[side].any():  # Megatron cannot open an empty dataset
+            said = f". {len(skipped)} were skipped, the first in {{relative}}, offset {{offset}}: {{reason}}"
+            why = said.format(**skipped[0]) if skipped else ""
             raise DataError(
                 f"{f'split {name!r}' if plan.split else 'the dataset'} got none of {documents.sum()} documents from "
-                f"{len(plan.sources)} files; expected at least one: give more text or larger shares"
+                f"{len(plan.sources)} files; expected at least one: give more text or larger shares{why}"
             )
         builders[side].finalize(built[side] + ".idx")
         records = [

@@ -313,6 +313,14 @@ def test_unusable_json_lines_are_named_or_listed(tmp_path, line, reason, offset)
     assert reason in skipped["reason"]
 
 
+def test_where_all_was_skipped_the_first_reason_is_said(tmp_path):
+    (tmp_path / "some.jsonl").write_text('{"content": "one"}\n{"content": "two"}\n')
+    with raises(
+        DataError, "none of 0 documents", "2 were skipped", "some.jsonl", "offset 0", "'content'", "--json-key"
+    ):
+        run(tmp_path / "some.jsonl", tmp_path / "set", skip_errors=True)
+
+
 @pytest.mark.parametrize("name", ["some.json", "SOME.JSONL", "some.ndjson", "some.Json"])
 def test_json_lines_are_known_by_their_names(tmp_path, name):
     (tmp_path / name).write_text('{"content": "one", "id": 1}\n{"content": "two", "id": 2}\n')

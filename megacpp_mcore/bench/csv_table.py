@@ -71,12 +71,14 @@ class Table:
 
     Raises:
         BenchmarkError: the file cannot be read, or is not a complete table of these columns; nothing is measured then.
-        DataError: it is no regular file.
+        DataError: it is no regular file, or its folder cannot be written to.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         self.path, self.columns = path, tuple(columns)
-        if path.exists() and writable(path).stat().st_size:
+        whole = path.absolute()
+        writable(next(folder for folder in whole.parents if folder.exists()) / whole.name)  # others are created later
+        if path.exists() and path.stat().st_size:
             read(path, columns)
 
     def append(self, *rows: Mapping[str, object]) -> None:

@@ -62,6 +62,7 @@ def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         ("mla m2rnn --set S=3", "2 are named"),
         ("mla --device cpu --size tiny --output .", "is no regular file"),
         ("mla --device cpu --size tiny --output /dev/full", "/dev/full is no regular file"),
+        (f"mla --device cpu --size tiny --output {OTHER}/rows.csv", "rows.csv cannot be written"),
         ("mla --device cpu --against nowhere.csv", "nowhere.csv cannot be read"),
         (f"mla --device cpu --size tiny --output {OTHER}", "train_h200.csv begins with 'label"),
         (f"mla --device cpu --size tiny --against {OTHER}", "train_h200.csv begins with 'label"),

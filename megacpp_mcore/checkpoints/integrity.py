@@ -258,8 +258,8 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
             read_metadata(folder)  # refuses code, also with a matching digest
         return found
     except Exception as error:  # a damaged pickle can hold anything; the other ranks wait for an answer
-        found = str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"
-        return [Unreadable(found) if isinstance(error.__cause__ or error, PermissionError) else found]
+        damage = str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"
+        return [Unreadable(damage) if isinstance(error.__cause__ or error, PermissionError) else damage]
 
 
 def torch_files(folder: Path) -> list[Path]:

@@ -41,6 +41,8 @@ _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
 """Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
 _OF_OPTIMIZERS = {"emerging_optimizers": "emerging-optimizers", "absl": "absl-py"}
 """Modules that Megatron's optimizers but Adam and SGD import, to what is installed for them."""
+_OF_CHECKPOINTS = re.compile(r"latest_checkpointed_iteration\.txt|release|iter_\d+")
+"""Names in a folder of checkpoints."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
 
 
@@ -48,10 +50,11 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
     """Refuse what the words show to be wrong, on this machine where they are for it, and Megatron would not refuse as well.
 
     Raises:
-        LaunchError: there is nothing to load, or no step to save at or to train to.
+        LaunchError: there is nothing to load, or no step to save at, to evaluate at or to train to.
     """
     given = flags.read(words)
-    _, interval = (flags.whole(given, f"--{name}", LaunchError, 1) for name in ("train-iters", "save-interval"))
+    counts = ("train-iters", "eval-interval", "save-interval")
+    *_, interval = (flags.whole(given, f"--{name}", LaunchError, 1) for name in counts)
     save, load = (flags.first(given, f"--{name}") for name in ("save", "load"))
     if save and interval is None:
         raise LaunchError(
@@ -63,11 +66,26 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
         raise LaunchError(
             f"--load {load} is one checkpoint; expected its folder: --load {found[1] or '.'} --ckpt-step {found[2]}"
         )
-    if here and load != save and not os.path.lexists(load):  # a job that saves there starts anew the first time
+    starts_anew = save is not None and os.path.realpath(load) == os.path.realpath(save)  # a job's first time
+    if here and not starts_anew and (problem := _unloadable(load, given)):
         raise LaunchError(
-            f"--load {load} does not exist; expected the folder that --save named, of which the newest checkpoint is loaded "
+            f"--load {load} {problem}; expected the folder that --save named, of which the newest checkpoint is loaded "
             "(--ckpt-step N: another); to start anew, leave --load out"
         )
+
+
+def _unloadable(load: str, given: flags.Flags) -> str | None:
+    """Say what ``load`` is where nothing can be loaded from it, which Megatron takes for a start anew."""
+    if not os.path.lexists(load):
+        return "does not exist"
+    if os.path.isfile(load):
+        return "is a file"
+    if {"--pretrained-checkpoint", "--non-persistent-ckpt-type"} & given.keys():  # loaded in its place
+        return None
+    with contextlib.suppress(OSError):
+        if not any(_OF_CHECKPOINTS.fullmatch(name) for name in os.listdir(load)):
+            return "holds no checkpoint"
+    return None
 
 
 def check_installed(optimizer: str) -> None:

@@ -104,9 +104,13 @@ AT_THE_COMMAND_LINE = [
     ("launch --device cpu --profile 5- -- {words}", "expected the first and the last, such as 10-14"),
     (f"{LAUNCH} --verbose", "put it before the `--`"),
     (f"{LAUNCH} --load latest", "--load latest does not exist; expected the folder that --save named"),
+    (f"{LAUNCH} --load .", "--load . holds no checkpoint"),
+    (f"{LAUNCH} --load . --save saved --save-interval 1 --ckpt-step 3", "--load . holds no checkpoint"),
+    (f"{LAUNCH} --load afile", "--load afile is a file"),
     (f"{LAUNCH} --load saved/iter_0000003", "--load saved --ckpt-step 3"),
     (f"{LAUNCH} --save saved", "add --save-interval N"),
     (f"{LAUNCH} --train-iters 0", "expected a whole number, 1 or more"),
+    (f"{LAUNCH} --eval-interval 0 --eval-iters 1", "--eval-interval is '0'"),
     (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.PRESET"),
 ]
 BY_MEGATRON = [
@@ -160,6 +164,23 @@ def test_a_wrong_command_is_one_line_before_anything_starts(
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert says in printed.err
     assert sorted(os.listdir(here)) == left
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        ("--load .", "latest_checkpointed_iteration.txt"),
+        ("--load .", "iter_0000003"),  # with --ckpt-step, or of a first save that was killed
+        ("--load .", "release"),
+        ("--load ./saved/ --save saved --save-interval 1", "saved"),
+        ("--load . --pretrained-checkpoint other", "folder"),
+        ("--load . --non-persistent-ckpt-type local", "folder"),
+        ("--load msc://bucket/saved", "folder"),
+    ],
+)
+def test_what_can_be_loaded_or_started_anew_is_not_refused(words: str, made: str, here: Path) -> None:
+    (here / made).mkdir()
+    refusals.check_words(words.split(), here=True)
 
 
 @pytest.mark.parametrize(("more", "says"), BY_MEGATRON)

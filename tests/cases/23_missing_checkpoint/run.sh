@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# --exit-on-missing-checkpoint, and a folder without any: stock ends with status 0.
+# A folder without any checkpoint: stock trains from scratch, and with --exit-on-missing-checkpoint ends with status 0.
 . "$(dirname "$0")/../common.sh"
 mkdir missing
-refused log "there is no checkpoint in missing" "$(train log --no-observe -- --load missing --exit-on-missing-checkpoint)"
+refused log "--load missing holds no checkpoint" "$(train log --no-observe -- --load missing)"
+also_saved=(--load missing --save missing --save-interval 2)
+refused log "there is no checkpoint in missing" "$(train log --no-observe -- "${also_saved[@]}" --exit-on-missing-checkpoint)"

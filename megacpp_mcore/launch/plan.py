@@ -20,6 +20,7 @@ from megacpp_mcore.patches import OF_NAM56R
 from megacpp_mcore.patches.machinery import registry
 from megacpp_mcore.patches.machinery.checkout import HOOKED_FILE, Checkout
 from megacpp_mcore.patches.spec_import import spec_words
+from megacpp_mcore.policy import ranks
 from megacpp_mcore.util import flags
 from megacpp_mcore.versions import CHECKOUT_TAG
 
@@ -147,7 +148,7 @@ def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
     """Refuse an incomplete torchrun environment (a rank would be made up, the others waited for), and nested launches."""
     if nproc < 1:
         raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
-    _check_ranks(environment)
+    _check_ranks(environment, nproc)
     if nproc > 1 and "RANK" in environment:
         raise LaunchError(
             f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
@@ -169,7 +170,7 @@ OF_RANKS = frozenset({*_TASKS, *_NEEDED})
 """What a process that trains alone is started without."""
 
 
-def _check_ranks(environment: Mapping[str, str]) -> None:
+def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
     """Refuse an environment of which a rank would be made up, so that it trains alone or the others wait for it."""
     for name, launcher in _TASKS.items():
         if "WORLD_SIZE" not in environment and environment.get(name, "1") != "1":
@@ -192,17 +193,25 @@ def _check_ranks(environment: Mapping[str, str]) -> None:
             "unset them, or start the processes with torchrun or --nproc",
             code="ranks",
         )
-    if given.get("WORLD_SIZE", given.get("RANK", "1")) == "1":
-        return
-    port = environment.get("MASTER_PORT", "")
-    if missing := [name for name in _NEEDED if not environment.get(name)]:
+    is_alone = given.get("WORLD_SIZE", given.get("RANK", "1")) == "1"
+    if not is_alone and (missing := [name for name in _NEEDED if not environment.get(name)]):
         raise LaunchError(
             f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
             "them with torchrun or --nproc, set those for all of them, or unset RANK and WORLD_SIZE",
             code="ranks-missing",
         )
-    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise LaunchError(f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535")
+    if nproc > 1:  # which get an address of their own
+        return
+    address, port = (environment.get(name) for name in _NEEDED[-2:])
+    if port is not None and not (port.isdecimal() and (0 if is_alone else 1) <= int(port) < 1 << 16):
+        raise LaunchError(
+            f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535; a process that trains alone needs none"
+        )
+    if is_alone and address is not None and not ranks.addresses(address):
+        raise LaunchError(
+            f"MASTER_ADDR is {address!r}, of which no address is found; expected the host of rank 0; a process that trains alone "
+            "needs none"
+        )
 
 
 _OWN_OPTIONS = ["--observe", "--no-observe", "--verbose", "--device", "--nproc", "--allow-spec-from", "--patch"]

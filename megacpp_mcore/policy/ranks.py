@@ -25,7 +25,7 @@ import megacpp_mcore
 from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.policy.overlap import CONNECTIONS
 from megacpp_mcore.settings import VARIABLE, PluginConfig
-from megacpp_mcore.util import flags, host
+from megacpp_mcore.util import console, flags, host
 from megacpp_mcore.util.collectives import gathered, rank_and_size
 from megacpp_mcore.util.files import sha256_of
 from megacpp_mcore.util.stand_in import stand_in
@@ -81,21 +81,27 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
     rank, minutes = int(os.environ["RANK"]), "--distributed-timeout-minutes"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = MINUTE * (flags.whole(given, minutes, LaunchError, 1) or 10)
-    own, where = socket.gethostname(), f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    own, unknown = socket.gethostname(), f"no address of MASTER_ADDR {address!r}"
+    where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     mend = (
         f"start a task for each rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={size} on every host, check that "
         f"each reaches {address} (`nc -z {address} {port}`), or give slow ones longer by {minutes}"
     )
     try:
+        if not addresses(address):  # its lookups are repeated: a host may be registered late
+            console.say(
+                f"megacpp-mcore: rank {rank} of {size} on {own} found {unknown} so far; it tries again for {patience}"
+            )
         store = TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise
-        if rank == 0:
+        lacks = f"no rank 0 at {where}" if addresses(address) else unknown
+        if rank == 0 and "timed out" not in str(error):
             raise LaunchError(
                 f"rank 0 of {size} on {own} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
             ) from error
-        raise LaunchError(f"rank {rank} of {size} on {own} found no rank 0 at {where} in {patience}; {mend}") from error
+        raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {mend}") from error
     keys = [f"megacpp-mcore/{one}" for one in range(size)]
     try:
         store.set(keys[rank], own)
@@ -177,15 +183,16 @@ def peers(address: str | None) -> str:
     """Say which ranks a lost connection led to: those on the host with ``address``, or on all others if none is known to."""
     own, ranks = socket.gethostname(), {rank: host for rank, host in enumerate(hosts) if rank != rank_and_size()[0]}
     names = dict.fromkeys(ranks.values())
-    there = [name for name in names if address and address in _addresses(name)]
+    there = [name for name in names if address and address in addresses(name)]
     there = there or [name for name in names if name != own] or [own]
     return ", ".join(f"{_named([rank for rank, host in ranks.items() if host == name])} on {name}" for name in there)
 
 
-def _addresses(name: str) -> set[str]:
+def addresses(name: str) -> set[str]:
+    """Return the addresses that the host ``name`` has, as seen from this one; none if it is unknown."""
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # a part of the name is too long
         return set()
 
 

@@ -151,6 +151,27 @@ def test_a_port_that_rank_0_cannot_listen_at_is_not_a_missing_rank(monkeypatch: 
         pytest.fail("nobody was met")
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_host_without_an_address_is_named_while_it_is_waited_for(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "no.invalid", "MASTER_PORT": "29500"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    def waits(*_: object, **__: object) -> None:
+        assert f"rank {rank} of 2 on {socket.gethostname()} found no address of MASTER_ADDR" in capsys.readouterr().out
+        raise torch.distributed.DistNetworkError("The client socket has timed out after 600000ms")
+
+    with (
+        mock.patch("torch.distributed.TCPStore", waits),
+        raises(LaunchError, f"rank {rank} of 2", "'no.invalid' in 0:10:00", "WORLD_SIZE=2"),
+        ranks.met([]),
+    ):
+        pytest.fail("nobody was met")
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("difference", STARTS)

@@ -199,6 +199,8 @@ RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         RANKS | {"SLURM_STEP_NUM_TASKS": "2"},
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
         {"SLURM_STEP_NUM_TASKS": "8", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},  # eight trials
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "0"},
+        RANKS | {"MASTER_ADDR": "no.invalid"},  # as yet
     ],
 )
 def test_environments_of_a_job_that_are_whole(environment: dict[str, str]) -> None:
@@ -234,6 +236,10 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"environment": RANKS | {"MASTER_ADDR": ""}}, "ranks-missing", [" MASTER_ADDR;"]),
         ([], {"environment": RANKS | {"MASTER_PORT": "0"}}, "", ["MASTER_PORT is '0'"]),
         ([], {"environment": RANKS | {"MASTER_PORT": "http"}}, "", ["MASTER_PORT is 'http'"]),
+        *(([], {"environment": {"MASTER_PORT": port}}, "", [f"MASTER_PORT is {port!r}"]) for port in ("abc", "", "99999")),
+        ([], {"environment": {"WORLD_SIZE": "1", "MASTER_ADDR": "no.invalid"}}, "", ["MASTER_ADDR is 'no.invalid'"]),
+        ([], {"environment": {"MASTER_ADDR": ""}}, "", ["MASTER_ADDR is ''"]),
+        ([], {"environment": {"MASTER_ADDR": "x" * 64}}, "", ["x" * 64]),
         ([], {"environment": RANKS | {"RANK": "one", "LOCAL_RANK": ""}}, "ranks", ["RANK='one', LOCAL_RANK=''"]),
         ([], {"environment": RANKS | {"RANK": "2"}}, "ranks", ["RANK=2 of WORLD_SIZE=2"]),
         ([], {"environment": {"WORLD_SIZE": "1", "RANK": "1"}}, "ranks", ["RANK=1 of WORLD_SIZE=1"]),

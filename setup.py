@@ -112,7 +112,7 @@ setup(
     ],
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["megacpp-mcore = megacpp_mcore.commands.cli:main"],
+        "console_scripts": ["megacpp-mcore = megacpp_mcore.__main__:main"],
         "nemo_run.cli": ["megacpp = megacpp_mcore.nemo_recipes.nemo_run"],  # the command `nemo megacpp`
     },
     classifiers=[

@@ -175,6 +175,18 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert (writer.returncode, complaint) == (0, b"")
 
 
+def test_an_interruption_while_the_commands_are_imported_is_a_word() -> None:
+    code = (
+        "import runpy, sys, types\n"
+        "def find_spec(name, *_):\n"
+        "    if name == 'megacpp_mcore.commands': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find_spec))\n"
+        "runpy.run_module('megacpp_mcore', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_python_without_the_dependencies_is_told_what_it_lacks() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", "megacpp_mcore", "doctor"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -149,15 +149,20 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
     """Return every blend that Megatron's ``arguments`` name, those in files of blends included.
 
     Raises:
-        DataError: a file of blends cannot be read.
+        DataError: a file of blends cannot be read, or a flag or a file names no dataset.
     """
     given = flags.read(arguments)
-    blends = [Blend(flag, flag, given.get(flag, ())) for flag in DATA_FLAGS]
+    blends = [Blend(flag, flag, given[flag]) for flag in DATA_FLAGS if flag in given]
     if path := flags.first(given, "--data-args-path"):
         blends.append(Blend("--data-path", path, _read(path).split()))
     if path := flags.first(given, "--per-split-data-args-path"):
         blends += _read_splits(path)
-    return [blend for blend in blends if blend.words]
+    if empty := [blend.where for blend in blends if not any(map(str.strip, blend.words))]:
+        raise DataError(
+            f"no dataset is named by {' and '.join(empty)}; expected the prefix that `megacpp-mcore data prepare` printed, "
+            "which an unset variable of a shell leaves out; for made-up tokens, pass --mock-data alone"
+        )
+    return blends
 
 
 def _check_forms(given: flags.Flags) -> None:
@@ -221,11 +226,12 @@ def _read_splits(path: str) -> list[Blend]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path}: {error}; {expected}") from error
     splits = ("train", "valid", "test")
-    if not isinstance(body, dict) or not all(isinstance(body.get(split, 0), str | list | None) for split in splits):
+    is_whole = isinstance(body, dict) and all(isinstance(body.get(split, 0), str | list | None) for split in splits)
+    if not is_whole or not any(map(body.get, splits)):
         raise DataError(f"{path}: found {json.dumps(body)[:200]}; {expected}")
-    words = [each.split() if isinstance(each, str) else map(str, each or ()) for each in map(body.get, splits)]
-    places = zip(SPLIT_FLAGS, splits, words, strict=True)
-    return [Blend(flag, f"{path}, {split}", list(each)) for flag, split, each in places]
+    lists = [each.split() if isinstance(each, str) else each for each in map(body.get, splits)]
+    places = zip(SPLIT_FLAGS, splits, lists, strict=True)
+    return [Blend(flag, f"{path}, {split}", list(map(str, each))) for flag, split, each in places if each is not None]
 
 
 def _vocabulary(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> tuple[int, int | None, str | None]:

@@ -68,7 +68,29 @@ def test_prefixes_are_told_from_weights_as_stock_does(blend: list[str], tmp_path
     assert dataset_prefixes([f"--per-split-data-args-path={tmp_path / 'splits'}"]) == [*stock, "last"]
 
 
-@pytest.mark.parametrize("content", [None, b"[", b"[1]", b'{"train": "a", "valid": "b"}', b'{"train": 3}', b"\xff"])
+NONE = b'{"train": null, "valid": null, "test": null}'
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--data-path --split 100,0,0", "--data-path"),
+        ("--data-path= --mock-data", "--data-path"),
+        ("--train-data-path --valid-data-path A", "--train-data-path"),
+        ("--data-args-path NOTHING --split 98,2,0", "NOTHING"),
+        ("--per-split-data-args-path LACKING", "LACKING, valid"),
+    ],
+)
+def test_what_names_no_dataset_is_refused(words: str, named: str, tmp_path: Path) -> None:
+    """Where stock ends in "not enough values to unpack"."""
+    (tmp_path / "NOTHING").write_text("\n")
+    (tmp_path / "LACKING").write_text('{"train": "A", "valid": [], "test": null}')
+    paths = {name: str(tmp_path / name) for name in ("NOTHING", "LACKING")}
+    with raises(DataError, *(paths.get(word, word) for word in named.split(", ")), "--mock-data"):
+        verify_arguments([paths.get(word, word) for word in words.split()])
+
+
+@pytest.mark.parametrize("content", [None, b"[", b"[1]", b'{"train": "a", "valid": "b"}', b'{"train": 3}', b"\xff", NONE])
 def test_a_file_of_datasets_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "splits").write_bytes(content)

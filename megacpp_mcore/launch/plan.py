@@ -110,6 +110,7 @@ def plan(
                 f"a run on --device cpu also needs: {'; '.join(missing)}; add them, or let "
                 "`megacpp-mcore recipe emit … --device cpu` write the whole command"
             )
+    _check_complete(script, arguments)
     return chosen
 
 
@@ -205,12 +206,12 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
     address, port = (environment.get(name) for name in _NEEDED[-2:])
     if port is not None and not (port.isdecimal() and (0 if is_alone else 1) <= int(port) < 1 << 16):
         raise LaunchError(
-            f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535; a process that trains alone needs none"
+            f"MASTER_PORT is {port!r}; expected the port of rank 0's host, from 1 to 65535 (a process that trains alone: none)"
         )
     if is_alone and address is not None and not ranks.addresses(address):
         raise LaunchError(
-            f"MASTER_ADDR is {address!r}, of which no address is found; expected the host of rank 0; a process that trains alone "
-            "needs none"
+            f"MASTER_ADDR is {address!r}, of which no address is found; expected the host of rank 0 (a process that trains "
+            "alone: none)"
         )
 
 
@@ -279,6 +280,32 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
             f"--tokenizer-type {kind} needs the package {package}, which is not installed here: pip install {package}"
         )
     refusals.check_installed(flags.first(given, "--optimizer") or "adam")
+
+
+_DATASETS = ("--data-path", "--data-args-path", "--train-data-path", "--valid-data-path", "--per-split-data-args-path")
+_TO_TRAIN = {
+    "--data-path PREFIX, or --mock-data": ("--mock-data", "--test-data-path", *_DATASETS),
+    "--train-iters N": ("--train-iters", "--train-samples", "--skip-train"),
+    "--lr RATE": ("--lr", "--skip-train"),
+    "--eval-interval N (with --eval-iters 0 for no evaluation)": (
+        "--eval-interval",
+        "--full-validation",
+        "--skip-train",
+    ),
+}
+"""What to add where all of these flags are missing: Megatron would fail on a None once the model is built."""
+
+
+def _check_complete(script: Path | None, arguments: Sequence[str]) -> None:
+    """Refuse what lacks an argument that the wheel's loop, and so Megatron's scripts, train by."""
+    is_stock = script is None or script.name in lowering.SCRIPTS.values()
+    if is_stock and not {"-h", "--help"}.intersection(arguments):
+        given = {flag: words for flag, words in flags.read(arguments).items() if words or flag not in _DATASETS}
+        if lacking := [what for what, named in _TO_TRAIN.items() if not given.keys() & {*named}]:
+            raise LaunchError(
+                f"Megatron's loop cannot train without {'; '.join(lacking)}: add that, or let "
+                "`megacpp-mcore recipe emit` write the whole command"
+            )
 
 
 def _check_packed(script: Path | None, words: Sequence[str]) -> None:

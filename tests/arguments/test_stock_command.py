@@ -261,7 +261,7 @@ def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launch_plan.plan(["--x"], device="cuda", nproc=2, environment={}).nproc == 2
+    assert launch_plan.plan(["--mock-data", "--skip-train"], device="cuda", nproc=2, environment={}).nproc == 2
     with pytest.raises(LaunchError, match=r"8 GPUs .* 2"):
         launch_plan.plan(["--x"], device="cuda", nproc=8, environment={})
     started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}

@@ -90,7 +90,9 @@ def test_what_names_no_dataset_is_refused(words: str, named: str, tmp_path: Path
         verify_arguments([paths.get(word, word) for word in words.split()])
 
 
-@pytest.mark.parametrize("content", [None, b"[", b"[1]", b'{"train": "a", "valid": "b"}', b'{"train": 3}', b"\xff", NONE])
+@pytest.mark.parametrize(
+    "content", [None, b"[", b"[1]", b'{"train": "a", "valid": "b"}', b'{"train": 3}', b"\xff", NONE]
+)
 def test_a_file_of_datasets_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "splits").write_bytes(content)

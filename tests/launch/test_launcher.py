@@ -46,7 +46,8 @@ from tests.errors import raises
 from tests.leftovers import END_S, is_running
 from tests.trees import copy_modules, edit, wheel_root
 
-CPU_ARGUMENTS = [word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words]
+TO_TRAIN = ["--mock-data", "--train-iters", "1", "--lr", "1", "--eval-interval", "1"]
+CPU_ARGUMENTS = [*(word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words), *TO_TRAIN]
 
 
 def script_in(
@@ -219,6 +220,27 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         plan("--lr", "1")
 
 
+@pytest.mark.parametrize("name", ["pretrain_gpt.py", "pretrain_hybrid.py"])
+def test_what_stock_would_miss_in_a_traceback_is_named_at_once(name: str, tmp_path: Path) -> None:
+    script, bare = str(script_in(tmp_path, name=name)), CPU_ARGUMENTS[: -len(TO_TRAIN)]
+    for first in ([], [script]):
+        with raises(
+            LaunchError, "--data-path PREFIX", "--mock-data", "--train-iters N", "--lr RATE", "--eval-interval N"
+        ):
+            plan(*first, *bare)
+        with raises(LaunchError, "without --data-path PREFIX, or --mock-data:"):
+            plan(*first, *bare, *TO_TRAIN[1:], "--data-path")
+        with raises(LaunchError, "without --lr RATE:"):
+            plan(*first, *bare, "--train-data-path", "A", "--train-samples", "1", "--full-validation")
+        for enough in (
+            "--help",
+            "--skip-train --mock-data",
+            "--data-args-path F --train-samples 1 --lr 1 --eval-interval 1",
+        ):
+            assert plan(*first, *bare, *enough.split()).nproc == 1
+    assert plan(str(script_in(tmp_path, name="own.py")), *bare).nproc == 1  # which may read what it likes
+
+
 @pytest.mark.parametrize(
     ("command", "options", "code", "values"),
     [
@@ -236,7 +258,10 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
         ([], {"environment": RANKS | {"MASTER_ADDR": ""}}, "ranks-missing", [" MASTER_ADDR;"]),
         ([], {"environment": RANKS | {"MASTER_PORT": "0"}}, "", ["MASTER_PORT is '0'"]),
         ([], {"environment": RANKS | {"MASTER_PORT": "http"}}, "", ["MASTER_PORT is 'http'"]),
-        *(([], {"environment": {"MASTER_PORT": port}}, "", [f"MASTER_PORT is {port!r}"]) for port in ("abc", "", "99999")),
+        *(
+            ([], {"environment": {"MASTER_PORT": port}}, "", [f"MASTER_PORT is {port!r}"])
+            for port in ("abc", "", "99999")
+        ),
         ([], {"environment": {"WORLD_SIZE": "1", "MASTER_ADDR": "no.invalid"}}, "", ["MASTER_ADDR is 'no.invalid'"]),
         ([], {"environment": {"MASTER_ADDR": ""}}, "", ["MASTER_ADDR is ''"]),
         ([], {"environment": {"MASTER_ADDR": "x" * 64}}, "", ["x" * 64]),
@@ -319,7 +344,7 @@ def test_device_auto_and_cuda(available: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(available))
     assert plan(*CPU_ARGUMENTS, device="auto").device == ("cuda" if available else "cpu")
     if available:
-        assert plan(device="cuda").device == "cuda"
+        assert plan(*TO_TRAIN, device="cuda").device == "cuda"
     else:
         with pytest.raises(LaunchError, match="--device cpu"):
             plan(device="cuda")

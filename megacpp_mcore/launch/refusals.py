@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
 import os
 import re
@@ -160,6 +161,8 @@ def _explained(error: BaseException) -> str | None:
             f"a checkpoint could not be written in full to --save {save} ({found[0]}); make room, or name another folder, and "
             "start again with --load: the checkpoints before it are whole"
         )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"what the run writes does not fit ({error}): make room, or name another folder for its log by --observe"
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, Exception) and any(
         frame.name in _ARGUMENTS_READ and "/megatron/" in frame.filename for frame in frames

@@ -201,6 +201,12 @@ def test_the_parser_reports_errors_itself_afterwards() -> None:
     assert argparse.ArgumentParser.error is before
 
 
+def test_a_full_disk_is_named() -> None:
+    with raises(LaunchError, "No space left", "--observe"), refusals.in_one_line(None):
+        with open("/dev/full", "w", buffering=1) as full:
+            full.write("a line\n")
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 

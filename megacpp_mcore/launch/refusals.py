@@ -162,7 +162,10 @@ def _explained(error: BaseException) -> str | None:
             "start again with --load: the checkpoints before it are whole"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"what the run writes does not fit ({error}): make room, or name another folder for its log by --observe"
+        return (
+            f"what the run writes does not fit ({error}): make room, or name other folders: of its record and log by --observe, "
+            "of caches by --data-cache-path and TRITON_CACHE_DIR"
+        )
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, Exception) and any(
         frame.name in _ARGUMENTS_READ and "/megatron/" in frame.filename for frame in frames

@@ -202,9 +202,9 @@ def test_the_parser_reports_errors_itself_afterwards() -> None:
 
 
 def test_a_full_disk_is_named() -> None:
+    """A cache's, say."""
     with raises(LaunchError, "No space left", "--observe"), refusals.in_one_line(None):
-        with open("/dev/full", "w", buffering=1) as full:
-            full.write("a line\n")
+        raise OSError(28, os.strerror(28))
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +290,10 @@ def test_a_disk_that_is_full_at_a_save_is_named(said: Exception, tmp_path: Path)
     with mock.patch.object(sys, "argv", ["x.py", "--save", str(tmp_path)]):
         with raises(LaunchError, f"--save {tmp_path}", "GB"), refusals.in_one_line(None):
             runpy.run_path(str(saving), init_globals={"said": said})
-        with pytest.raises(type(said)) as raised, refusals.in_one_line(None):  # a cache on another disk, say
-            raise said.with_traceback(None)
-        assert raised.value is said
+        if not isinstance(said, OSError):
+            with pytest.raises(type(said)) as raised, refusals.in_one_line(None):  # of another place
+                raise said.with_traceback(None)
+            assert raised.value is said
 
 
 def test_another_length_of_training_names_the_way_on() -> None:

@@ -163,8 +163,8 @@ def _explained(error: BaseException) -> str | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"what the run writes does not fit ({error}): make room, or name other folders: of its record and log by --observe, "
-            "of caches by --data-cache-path and TRITON_CACHE_DIR"
+            f"what the run writes does not fit ({error}): make room, or name other folders, of its record and log by "
+            "--observe, of caches by --data-cache-path and TRITON_CACHE_DIR"
         )
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, Exception) and any(

@@ -29,7 +29,7 @@ from megacpp_mcore.arguments.read import RUN, model_of
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs import nam56r as gpt_host
+from megacpp_mcore.layer_specs import nam56r as gpt
 from megacpp_mcore.layer_specs.mtp import RepeatedLayer
 from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.model import DEFAULT, Model, hybrid
@@ -142,7 +142,7 @@ class SharedMTPLayer(RepeatedLayer):
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
         run = getattr(config, RUN)  # HybridModel builds its decoder first
         dispatcher = Dispatcher(run.settings.backends if run.settings is not None else None)
-        (spec,) = gpt_host.mtp_submodules(run.model, config, dispatcher, run.settings).layer_specs
+        (spec,) = gpt.mtp_submodules(run.model, config, dispatcher, run.settings).layer_specs
         super().__init__(
             config,
             spec.submodules,
@@ -171,9 +171,9 @@ class Spec:
     def __init__(self, preset: str) -> None:
         self.params = {"preset": preset}
 
-    def __call__(self, config: Any, vp_stage: int | None = None) -> gpt_host.HybridBlockSubmodules:
+    def __call__(self, config: Any, vp_stage: int | None = None) -> gpt.HybridBlockSubmodules:
         """Return the layer specs of one chunk of a GPTModel (:func:`megacpp_mcore.layer_specs.nam56r.nam56r`)."""
-        return gpt_host.nam56r(config, vp_stage, **self.params)
+        return gpt.nam56r(config, vp_stage, **self.params)
 
 
 nam56r_hybrid = Spec(DEFAULT)
@@ -205,13 +205,13 @@ def _symbol(config: TransformerConfig) -> str:
 def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) -> HybridStackSubmodules:
     """Run all checks, then return the spec of each slot for the model chunk of layers ``layers`` (1-based)."""
     settings = plugin_config.from_environment()
-    gpt_host.configure_engine(settings)
+    gpt.configure_engine(settings)
     sources, text = _described(config)
     model = model_of(sources, settings, preset, HYBRID)
     chunks = _chunks(model, config, text)
     if layers in chunks[: config.pipeline_model_parallel_size]:  # once, as in GPTModel
         ranks.compare(settings)
-    gpt_host.check_layout(model, config, chunks, settings)
+    gpt.check_layout(model, config, chunks, settings)
     expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
     if layers not in chunks or symbols != expected:  # NumberedLayer selects by number, not by symbol
         raise ModelError(
@@ -219,11 +219,11 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
             f"{expected!r} of the stages {', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; give it the "
             "run's own --hybrid-layer-pattern, and neither first nor last stages of their own"
         )
-    gpt_host.start(model, config, settings)
+    gpt.start(model, config, settings)
     dispatcher = Dispatcher(settings.backends if settings is not None else None)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size
     vp_stage = None if config.virtual_pipeline_model_parallel_size is None else virtual
-    block = gpt_host.block_submodules(model, config, layers, vp_stage, dispatcher, settings)
+    block = gpt.block_submodules(model, config, layers, vp_stage, dispatcher, settings)
     log_single_rank(
         logger,
         logging.INFO,

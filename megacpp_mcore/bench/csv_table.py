@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megacpp_mcore.bench.catalog import LAYER
-from megacpp_mcore.errors import BenchmarkError
+from megacpp_mcore.errors import BenchmarkError, DataError
 from megacpp_mcore.util.files import writable
 
 Row = Mapping[str, str]
@@ -76,8 +77,11 @@ class Table:
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         self.path, self.columns = path, tuple(columns)
-        whole = path.absolute()
-        writable(next(folder for folder in whole.parents if folder.exists()) / whole.name)  # others are created later
+        folder = next(folder for folder in path.absolute().parents if folder.exists())  # others are created later
+        if folder == path.absolute().parent:
+            writable(path, added_to=True)
+        elif not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise DataError(f"{path} cannot be written; expected a folder in place of {folder}, or name another file")
         if path.exists() and path.stat().st_size:
             read(path, columns)
 

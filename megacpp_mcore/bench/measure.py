@@ -44,7 +44,8 @@ def one_process(device: str) -> Iterator[None]:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         held.enter_context(process_environment())
-        torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl", rank=0, world_size=1)
+        kind, store = "gloo" if device == "cpu" else "nccl", torch.distributed.HashStore()
+        torch.distributed.init_process_group(kind, store=store, rank=0, world_size=1)
         held.callback(torch.distributed.destroy_process_group)
         held.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel()

@@ -212,28 +212,27 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
         CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.
     """
     named, problem, numbers, is_lost, is_first = _on_rank_0(lambda: _look(load, step))
+    later: list[int] = []
     if named is not None:
         folder = iteration_folder(load, named)
         if found := _damages(folder, by_digests):
-            if denied := [one for one in found if isinstance(one, Unreadable)]:
-                raise CheckpointError(
-                    f"the checkpoint {folder} cannot be read: {'; '.join(denied)}; expected files that this user may read: "
-                    "change their permissions, or name a copy",
-                    code="denied",
-                )
-            problem = f"the checkpoint {folder} is damaged: {'; '.join(found)}"
-            earlier = [number for number in numbers if named == RELEASE or number < int(named)]
-            numbers = earlier or [number for number in numbers if str(number) != named]
+            problem = _problem(folder, found)
+            later = [number for number in numbers if named != RELEASE and number > int(named)]
+            numbers = [number for number in numbers if named == RELEASE or number < int(named)]
         elif not (folder / MANIFEST).exists() and not torch_files(folder):
             say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
-    whole = None
-    for number in numbers:
-        if not (found := _damages(folder := iteration_folder(load, str(number)), by_digests)):
-            whole = number
-            break
-        problem += f"; {folder}: {', '.join(found)}"
+
+    def newest(of: list[int]) -> int | None:
+        nonlocal problem
+        for number in of:
+            if not (found := _damages(folder := iteration_folder(load, str(number)), by_digests)):
+                return number
+            problem = f"{problem}; {folder}: {', '.join(found)}"
+        return None
+
+    whole = newest(numbers)
     if whole is not None and (load_newest_whole or is_lost):
         if named is not None:  # a run that saves here will come to it
             _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
@@ -242,14 +241,16 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
     if is_first:
         say(f"{problem}; its first save was not completed: starting from scratch")
         return None
+    whole = newest(later) if whole is None else whole  # only to be named: somebody may have gone back on purpose
     if whole is None:
         anew = "; to start from scratch, remove all of them" if is_lost else ""
         raise CheckpointError(
             f"{problem}; no whole checkpoint exists: restore the file from a copy{anew}", code="none-whole"
         )
+    by_itself = ", or set checkpoints: {load_newest_whole: true} in the file of MEGACPP_CONFIG"
     raise CheckpointError(
         f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} "
-        f"to {load / TRACKER}, or set checkpoints: {{load_newest_whole: true}} in the file of MEGACPP_CONFIG",
+        f"to {load / TRACKER}{'' if whole in later else by_itself}",
         code="damaged",
     )
 
@@ -273,7 +274,7 @@ def choose_non_persistent(
         return False
     if folder is None or not (found := _damages(made := iteration_folder(folder, str(iteration)), **how)):
         return True
-    problem = f"the checkpoint {made} is damaged: {'; '.join(found)}"
+    problem = _problem(made, found)
     if named is None or not load_newest_whole:
         raise CheckpointError(
             f"{problem}; to load the persistent checkpoint, if there is one, remove {folder}, or set checkpoints: "
@@ -282,6 +283,21 @@ def choose_non_persistent(
         )
     say(f"{problem}; loading from {load}")
     return False
+
+
+def _problem(folder: Path, damages: list[str]) -> str:
+    """Say what is wrong with the checkpoint in ``folder``.
+
+    Raises:
+        CheckpointError: this user may not read it, which is no damage.
+    """
+    if denied := [one for one in damages if isinstance(one, Unreadable)]:
+        raise CheckpointError(
+            f"the checkpoint {folder} cannot be read: {'; '.join(denied)}; expected files that this user may read: change "
+            "their permissions, or name a copy",
+            code="denied",
+        )
+    return f"the checkpoint {folder} is damaged: {'; '.join(damages)}"
 
 
 def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[int], bool, bool]:
@@ -295,7 +311,7 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
     found, numbers = _iterations(load)
     if step:
         if not (folder := iteration_folder(load, str(step))).exists() and not folder.is_symlink():
-            there = ", ".join(str(int(path.name[5:])) for path in found) or "none"
+            there = ", ".join(map(str, sorted(numbers or [int(path.name[5:]) for path in found]))) or "none"
             raise CheckpointError(
                 f"--ckpt-step {step}: there is no {folder}; the iterations in {load} are {there}: name one"
             )

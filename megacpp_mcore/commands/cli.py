@@ -50,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if args.command in _LAUNCHES or error.errno != errno.ENOSPC:
+        if args.command in _LAUNCHES or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(
             f"error: {error}; expected room for what the command writes: free some, or write elsewhere", file=sys.stderr
         )
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return USER_ERROR
 
 

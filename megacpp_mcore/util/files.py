@@ -34,16 +34,17 @@ def flush_to_disk(path: StrPath) -> None:
         os.close(descriptor)
 
 
-def writable(path: StrPath) -> Path:
-    """Return where ``path`` leads: to a regular file, or a name that is free in a folder that can be written to.
+def writable(path: StrPath, *, added_to: bool = False) -> Path:
+    """Return where ``path`` leads: to a regular file that can be replaced (or ``added_to``), or a name that is free.
 
     Raises:
-        DataError: it leads to something else, such as a device, a pipe or a folder.
+        DataError: it leads to something else, such as a device, a pipe or a folder, or its folder cannot be written to.
     """
     found = Path(os.path.realpath(path))
     if os.path.islink(found) or (os.path.exists(found) and not os.path.isfile(found)):  # a link by now leads to itself
         raise DataError(f"{found} is no regular file; expected one, or a name that is free")
-    if not (os.path.exists(found) or (os.path.isdir(found.parent) and os.access(found.parent, os.W_OK | os.X_OK))):
+    place, right = (found, os.W_OK) if added_to and os.path.exists(found) else (found.parent, os.W_OK | os.X_OK)
+    if not os.access(place, right) or not os.path.isdir(found.parent):
         raise DataError(
             f"{found} cannot be written; expected a folder that can be written to: make {found.parent}, or name another file"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 from megacpp_mcore.errors import DataError
@@ -51,9 +52,10 @@ def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = N
 
 
 def output(text: str) -> str:
-    """Parse the name of a file to write, for argparse: refused before anything starts where it could not be."""
+    """Parse the name of a file that rank 0 writes, for argparse: refused before anything starts where it could not be."""
     try:
-        writable(text)
+        if os.environ.get("RANK", "0") == "0":
+            writable(text)
     except DataError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -106,7 +106,6 @@ TRACKERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "words": (lambda path: path.write_text("6 or so"), f"{TRACKER} contains '6 or so'"),
     "huge": (lambda path: path.write_text("6" * 5000), f"{TRACKER} contains '666"),
     "of nothing": (lambda path: path.write_text("60"), "iter_0000060 is damaged"),
-    "of nothing before all": (lambda path: path.write_text("0"), "iter_0000000 is damaged"),
     "a link to nothing": (lambda path: (path.unlink(), path.symlink_to("nowhere")), f"{TRACKER} is a link to nowhere"),
 }
 
@@ -154,6 +153,19 @@ def test_a_file_that_may_not_be_read_is_not_damaged(saved: Path, name: str, monk
 def test_an_iteration_that_is_not_there_is_not_damaged(saved: Path) -> None:
     with raises(CheckpointError, "--ckpt-step 7", saved / "iter_0000007", "3, 6"):
         choose(saved, 7)
+
+
+@pytest.mark.parametrize(("step", "tracker"), [(3, "6"), (None, "3"), (None, "0")])
+def test_a_later_checkpoint_is_named_and_not_taken(saved: Path, step: int | None, tracker: str) -> None:
+    """Somebody may have gone back on purpose."""
+    flip(saved / OLDER / SHARD, 100)
+    (saved / TRACKER).write_text(tracker)
+    checkpoint_folder.load_newest_whole = True
+    with raises(CheckpointError, f"the newest whole checkpoint is {saved / NEWEST}", code="damaged"):
+        choose(saved, step)
+    (saved / NEWEST / SHARD).unlink()
+    with raises(CheckpointError, "no whole checkpoint exists", code="none-whole"):
+        choose(saved, step)
 
 
 def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -696,12 +696,12 @@ def core_attention(dtype: torch.dtype, rms: float) -> None:
     mla.WIDTHS, mla.DTYPES = ((32, 16),), (dtype,)
     for launched in mla.LAUNCHES:
         launched |= {"ROWS": 16} | ({"KEYS": 16} if "KEYS" in launched else {})
-    mla.FORWARD["KEYS"] = mla.KEYS["ROWS"] = 32
+    mla.QUERIES["ROWS"] = mla.KEYS["KEYS"] = 32  # as on a GPU
     poison_new_memory()
     draw = torch.Generator().manual_seed(0)
     for S, B, documents, window in (
         (90, 2, None, None), (1, 1, None, None), (49, 1, 0.5, None), (80, 2, 0.04, None), (77, 1, 0.02, 9), (64, 1, None, 20),
-        (20, 1, 0.1, 0), (40, 1, 0.05, 1000),
+        (20, 1, 0.1, 0), (40, 1, 0.05, 2**40),
     ):  # fmt: skip
         whole = torch.randn(S, B, 2, 48, generator=draw).to(dtype)
         q, (k, v) = torch.randn(S, B, 2, 40, generator=draw).to(dtype)[..., 8:], slices.split(whole, (32, 16))

@@ -70,7 +70,7 @@ def mla(options: Options) -> Problem:
     stock = _stock(options, length if packed else None)
     ours = list(Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=packed))
     ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
-    graphs = [one.captured() for one in ours if one.name in ("sdpa", "flash4") and one.runs]
+    graphs = [one.captured() for one in ours if one.name in ("sdpa", "triton", "flash4") and one.runs]
     made = Problem(
         inputs=inputs,
         variants=[*stock, *ours, *ordered, *graphs],

@@ -68,8 +68,8 @@ def patched(name: str) -> Iterator[None]:
     """Apply only the patch ``name`` for the duration; afterwards everything is as before."""
     from megacpp_mcore.patches.machinery.registry import default
 
-    default().apply([name])
+    applied = default().apply([name])
     try:
         yield
     finally:
-        default().revert([name])
+        default().revert(applied)

@@ -92,8 +92,10 @@ def attend(
 def _bounds(
     q_SBHK: torch.Tensor, seq_idx_BS: torch.Tensor | None, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first key that each query sees, and the last query that sees each key: int32 [B, S]; once per micro-batch."""
+    """Return the first key that each query sees, and the last query that sees each key: int32 [B, S]; shared by layers whose
+    rows have documents."""
     S, B = q_SBHK.shape[:2]
+    window = None if window is None or window >= S else window  # which might not fit 32 bits
     row_S = torch.arange(S, dtype=torch.int32, device=q_SBHK.device)
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:

@@ -223,17 +223,13 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
             say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
-
-    def newest(of: list[int]) -> int | None:
-        nonlocal problem
-        for number in of:
-            if not (found := _damages(folder := iteration_folder(load, str(number)), by_digests)):
-                return number
-            problem = f"{problem}; {folder}: {', '.join(found)}"
-        return None
-
-    whole = newest(numbers)
-    if whole is not None and (load_newest_whole or is_lost):
+    whole = None
+    for number in (*numbers, *later):  # the later ones only to be named: somebody may have gone back on purpose
+        if not (found := _damages(folder := iteration_folder(load, str(number)), by_digests)):
+            whole = number
+            break
+        problem += f"; {folder}: {', '.join(found)}"
+    if whole in numbers and (load_newest_whole or is_lost):
         if named is not None:  # a run that saves here will come to it
             _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
         say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
@@ -241,7 +237,6 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
     if is_first:
         say(f"{problem}; its first save was not completed: starting from scratch")
         return None
-    whole = newest(later) if whole is None else whole  # only to be named: somebody may have gone back on purpose
     if whole is None:
         anew = "; to start from scratch, remove all of them" if is_lost else ""
         raise CheckpointError(

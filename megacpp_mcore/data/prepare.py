@@ -245,12 +245,8 @@ def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
             hashes[piece.number] = encoded.sha256
     for side, name in enumerate(plan.shares):
         if not documents[side].any():  # Megatron cannot open an empty dataset
-            first = skipped[0] if skipped else {}
-            why = (
-                ". {} were skipped, the first in {relative}, offset {offset}: {reason}".format(len(skipped), **first)
-                if first
-                else ""
-            )
+            why = ". {} were skipped, the first in {relative}, offset {offset}: {reason}" if skipped else ""
+            why = why.format(len(skipped), **(skipped or [{}])[0])
             raise DataError(
                 f"{f'split {name!r}' if plan.split else 'the dataset'} got none of {documents.sum()} documents from "
                 f"{len(plan.sources)} files; expected at least one: give more text or larger shares{why}"

@@ -110,11 +110,8 @@ def means(o_ptr, do_ptr, mean_ptr, S, do_s, do_b, do_h, V: tl.constexpr, ROWS: t
 
     Grid: tiles of queries, H, B.
     """
-    rows, h, b = (
-        tl.program_id(0) * ROWS + tl.arange(0, ROWS),
-        tl.program_id(1).to(tl.int64),
-        tl.program_id(2).to(tl.int64),
-    )
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     H, B = tl.num_programs(1), tl.num_programs(2)
     mask = rows < S
     places = o_ptr + ((rows.to(tl.int64) * B + b) * H + h)[:, None] * V + tl.arange(0, V)[None, :]

@@ -96,9 +96,9 @@ def _bounds(
     rows have documents."""
     S, B = q_SBHK.shape[:2]
     window = None if window is None or window >= S else window  # which might not fit 32 bits
-    row_S = torch.arange(S, dtype=torch.int32, device=q_SBHK.device)
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
+        row_S = torch.arange(S, dtype=torch.int32, device=q_SBHK.device)
         first_BS, last_BS = torch.zeros_like(row_S).expand(B, S), torch.full_like(row_S, S - 1).expand(B, S)
         if seq_idx_BS is not None:
             starts_BS = document_starts(seq_idx_BS, batch=B, rows=S)

@@ -52,8 +52,8 @@ _MLA_TRITON = Support(
     dtypes=("bfloat16", "float16"),
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
 )
-"""The widths at which its kernels compile without register spills. They were compared with the reference in Triton's
-interpreter; until they have run on a GPU, they are taken only where they are named."""
+"""The widths at which its kernels compile without register spills and were compared with the reference. Until a benchmark has
+timed them, they are taken only where they are named."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),

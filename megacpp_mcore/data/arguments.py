@@ -25,6 +25,7 @@ _FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-da
 """The ways to name datasets, of which Megatron accepts one: the first two are split by ``--split``, the others already are."""
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's, with only --data-path
+_DEFAULT_EVAL_ITERS = "100"
 _SHARES = ("training", "validation", "test")
 
 _UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded only by the manifest
@@ -109,9 +110,10 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     note = fim.check(given, tokenizer)
     vocab_size, eod_id, checksum = _vocabulary(given, tokenizer)
     verify_for_training(prefixes, vocab_size=vocab_size, eod_id=eod_id, tokenizer_checksum=checksum)
-    for blend in blends(arguments):
+    for blend in (named := blends(arguments)):
         if blend.flag not in SPLIT_FLAGS:
             _check_shares(blend.datasets(), flags.first(given, "--split") or _DEFAULT_SPLIT)
+    _check_validation(named, given)
     line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
     return f"{line}; {note}" if note else line
 
@@ -184,6 +186,22 @@ def _check_forms(given: flags.Flags) -> None:
             f"--split is {split!r}; expected up to three shares (training, validation, test) of 0 or more, not all 0, "
             "separated by commas, such as 98,2,0"
         )
+
+
+def _check_validation(named: Sequence[Blend], given: flags.Flags) -> None:
+    """Refuse to evaluate without a validation set: stock ends with a TypeError at the first evaluation, steps later."""
+    iterations = flags.first(given, "--eval-iters") or _DEFAULT_EVAL_ITERS
+    if "--full-validation" not in given and not _number(iterations):
+        return
+    asked = "--full-validation" if "--full-validation" in given else f"--eval-iters {iterations}"
+    split = flags.first(given, "--split") or _DEFAULT_SPLIT
+    if named[0].flag in SPLIT_FLAGS:
+        there, instead = any(blend.flag == SPLIT_FLAGS[1] for blend in named), f"{SPLIT_FLAGS[1]} PREFIX"
+    else:
+        there, instead = any(_shares(split)[1:2]), "a second share, such as --split 98,2,0"
+    if not there:
+        found = "no dataset is named for it" if named[0].flag in SPLIT_FLAGS else f"--split {split} leaves it no share"
+        raise DataError(f"{asked} evaluates on the validation set, and {found}; expected {instead}, or --eval-iters 0")
 
 
 def _shares(text: str) -> list[float | None]:

@@ -196,6 +196,32 @@ def test_a_share_without_a_document_is_refused(
         verify_arguments(given)
 
 
+VALIDATION = {
+    "a split without": ("--data-path A --split 100,0,0 --eval-iters 10", ["--split 100,0,0", "--eval-iters 10"]),
+    "stock's number": ("--data-path A --split 100", ["--split 100", "--eval-iters 100"]),
+    "named training": ("--train-data-path A --eval-iters 1", ["--eval-iters 1", "--valid-data-path"]),
+    "the whole of none": (
+        "--train-data-path A --test-data-path B --full-validation --eval-iters 0",
+        ["--full-validation"],
+    ),
+    "none asked for": ("--data-path A --split 100,0,0 --eval-iters 0", []),
+    "named validation": ("--train-data-path A --valid-data-path B --eval-iters 1", []),
+}
+
+
+@pytest.mark.parametrize(("words", "values"), VALIDATION.values(), ids=VALIDATION.keys())
+def test_an_evaluation_without_a_validation_set_is_refused(
+    two: tuple[str, str], tmp_path: Path, words: str, values: list[str]
+) -> None:
+    """Where stock ends at the first evaluation, in "'NoneType' object is not an iterator"."""
+    given = named(words, two, tmp_path)
+    if not values:
+        assert verify_arguments(given).startswith("data: ")
+        return
+    with raises(DataError, "validation", *values):
+        verify_arguments(given)
+
+
 NULL = "--tokenizer-type NullTokenizer --vocab-size"
 
 
@@ -336,7 +362,7 @@ def fim_words(fim_folder: Path, tmp_path: Path) -> list[str]:
         (tmp_path / f"{number}.md").write_text(f"# document {number}\n" + "a sentence of the text, " * (number + 5))
     prepare([str(tmp_path / f"{number}.md") for number in range(8)], str(tmp_path / "set"), tokenizer=str(fim_folder))
     words = ["--data-path", str(tmp_path / "set"), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
-    return [*words, str(fim_folder), "--split", "100,0,0", "--fim-data"]
+    return [*words, str(fim_folder), "--split", "100,0,0", "--eval-iters", "0", "--fim-data"]
 
 
 BAD_FIM = {

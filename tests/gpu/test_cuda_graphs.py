@@ -18,6 +18,7 @@ from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.observe import receipts
 from megacpp_mcore.observe.receipts.fields import layers
 from megacpp_mcore.observe.steps import read_steps
+from tests.forks import PATIENCE_S
 from tests.gpu import runs
 
 STEPS = 6
@@ -278,7 +279,7 @@ def test_a_run_that_fails_with_collectives_in_its_graphs_ends(corpus: str, tmp_p
     words += ("--micro-batch-size", "1", "--lr", "1e38", "--lr-warmup-iters", "0", "--rerun-mode", "disabled")
     run = begin(tmp_path / "run", corpus, overrides, *words, *GRAPHS, layout=CUT, processes=2)
     try:
-        assert run.wait(timeout=180) != 0
+        assert run.wait(timeout=PATIENCE_S) != 0
     finally:
         run.terminate()  # which ends its ranks, too
     assert "the loss of the local forward pass is NaN" in (tmp_path / "run" / "log").read_text()

@@ -166,9 +166,12 @@ def write(output: Path, runs: Sequence[Run], facts: dict[str, str]) -> bool:
 
 
 def _most_jobs() -> int:
-    """Arms for which there are cores and thread ids: NCCL keeps threads of every process group, and a rank makes 1,700."""
+    """Arms for which there are cores and thread ids: NCCL keeps threads of every process group, and a rank makes 1,700.
+
+    More than eight on two GPUs are slower: ranks take turns on a GPU while NCCL's kernels wait for each other.
+    """
     thread_ids = int(Path("/proc/sys/kernel/pid_max").read_text())
-    return max(1, min((os.cpu_count() or 1) // 2, thread_ids // 8000))
+    return max(1, min((os.cpu_count() or 1) // 4, thread_ids // 8000))
 
 
 def main() -> int:

@@ -221,6 +221,8 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     if global_vars._GLOBAL_ARGS is None:  # no stock script runs; get_args() would assert
         return Run(model, layout_of(config), model_class=HYBRID if config.is_hybrid_model else GPT, settings=settings)
     lowering.check_unused(sys.argv[1:])
+    if config.is_hybrid_model:
+        lowering.check_overwritten(model, sys.argv[1:])
     device, processes = "cpu" if cpu.is_active() else "cuda", torch.distributed.get_world_size()
     run = read(sys.argv[1:], device=device, processes=processes, model=model, settings=settings)
     # The layout may come from a file or a checkpoint; how it is carried out stays what the arguments say.

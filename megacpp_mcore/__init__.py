@@ -8,9 +8,17 @@ nor Megatron.
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 __version__ = "0.2.0"
+
+if os.path.isfile(os.path.join(os.path.dirname(__file__), "patches")):
+    raise ImportError(
+        f"{os.path.dirname(__file__)}: expected layer_specs, nemo_recipes and patches to be symbolic links to folders, found "
+        "files; git or an archive tool that writes no links made this copy: in a clone on Linux or WSL, `git config "
+        "core.symlinks true && git checkout -- megacpp_mcore`"
+    )
 
 __all__ = ["__version__", "nam56r", "nam56r_hybrid"]
 

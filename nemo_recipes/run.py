@@ -432,7 +432,7 @@ def data_words(config: Any) -> list[str]:
             "the recipe trains on real text and none is named; add dataset.data_path=PREFIX, the prefix that "
             "`megacpp-mcore data prepare` (or `data corpus`) printed"
         )
-    words += ["--tokenizer-type", str(tokenizer.tokenizer_type)]
+    words += ["--eval-iters", str(config.validation.eval_iters or 0), "--tokenizer-type", str(tokenizer.tokenizer_type)]
     for field in ("tokenizer_model", "vocab_size", "null_tokenizer_eod_id", "null_tokenizer_pad_id"):
         value = getattr(tokenizer, field, None)
         if value is not None:

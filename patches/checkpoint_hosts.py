@@ -27,6 +27,8 @@ _SIZES = (
     "qk_pos_emb_head_dim", "v_head_dim", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 """Arguments that decide the shapes of parameters, under either model class."""
+_BEHAVIOUR = ("rotary_base", "norm_epsilon", "moe_router_topk", "moe_router_score_function", "dsa_indexer_topk")
+"""Arguments that decide no shape, and make another model of the same parameters."""
 _MTP = "MTP depths"
 
 
@@ -52,12 +54,16 @@ def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, ckpt_args, model)
         run, saved = map(lowering.model_class_of, (args, ckpt_args))
         wanted, found = _outline(args, run), _outline(ckpt_args, saved)
+        if not getattr(args, "finetune", False):
+            known = [name for name in _BEHAVIOUR if hasattr(args, name) and hasattr(ckpt_args, name)]
+            wanted |= {name: getattr(args, name) for name in known}
+            found |= {name: getattr(ckpt_args, name) for name in known}
         differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
         if differ:
             fields = "; ".join(f"checkpoint has {name} {found[name]}, run has {wanted[name]}" for name in differ)
             raise ModelError(
                 f"checkpoint ({saved}) and run ({run}) are different models: {fields}; load this model's checkpoint, or train "
-                "the checkpoint's model",
+                "the checkpoint's model; where no shape differs, --finetune begins at step 0 with its weights",
                 code="another-model",
             )
         if run == saved:

@@ -9,7 +9,8 @@ Provenance: megatron-core 0.19.2 ``training/checkpointing.py`` and ``core/dist_c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -100,12 +101,24 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
                 "run that has saved, or remove that flag to start from scratch",
                 code="missing",
             )
+        _refuse_other_iteration(*loaded[:2])
         refuse_other_layout(loaded[0], load_dir)
         _flat = flat_folder(loaded[0]) if rank0 else None
         _checked = checked if rank0 and distributed.is_initialized() else None
         return loaded
 
     return _load_base_checkpoint
+
+
+def _refuse_other_iteration(state: Any, folder: Any) -> None:
+    """Refuse a checkpoint whose folder names another iteration than its content: folders were renamed, or swapped."""
+    named = re.search(r"iter_(\d+)", str(folder))
+    found = state.get("iteration") if isinstance(state, Mapping) else None
+    if named and isinstance(found, int) and found != int(named[1]):
+        raise CheckpointError(
+            f"{folder} is of iteration {found} by its content; expected {int(named[1])}: rename the folders as they were saved",
+            code="another-iteration",
+        )
 
 
 def _check(load_dir: Any, args: Any, non_persistent_dir: Any, iteration: int) -> tuple[int, int | None]:

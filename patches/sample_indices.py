@@ -84,6 +84,14 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"{len(self.indices)} documents; give it a larger share, or 0 with --eval-iters 0",
                 code="empty-split",
             )
+        sample = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
+        whole = self.index_split.name != "valid" or self.config.drop_last_partial_validation_sequence
+        if self.num_samples is None and whole and num_tokens_per_epoch < sample:
+            raise DataError(
+                f"the {self.index_split.name} split of {self.dataset_path} has {num_tokens_per_epoch} tokens, and one sample "
+                f"{sample}: leave it out, or give the datasets weights, by which it is repeated",
+                code="empty-split",
+            )
         return original(self, num_tokens_per_epoch)
 
     return epochs

@@ -41,6 +41,7 @@ _UNUSED: Mapping[tuple[str, ...], str] = {
     (
         "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--mrope-section",
         "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
+        "--yarn-correction-range-round-to-int", "--no-yarn-correction-range-round-to-int",
     ): "scales positions otherwise than MLA does; its YaRN is the model's, `overrides: {mla: {yarn: …}}`",
     (
         "--apply-query-key-layer-scaling", "--add-qkv-bias", "--num-query-groups",
@@ -49,9 +50,12 @@ _UNUSED: Mapping[tuple[str, ...], str] = {
         "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
     ): "is of a router that the model does not have",
     ("--openai-gelu",): "is another GELU than the model's",
+    ("--moe-use-upcycling",): "makes experts of a dense model's layers, which the model does not have",
+    ("--cpu-offloading-num-layers",): "moves activations of stock's layers alone; recompute takes less memory, too",
     ("--sft",): "reads conversations, where the model has texts of `megacpp-mcore data prepare`",
     (
-        "--attention-backend", "--use-flash-attn", "--flash-attention-version",
+        "--attention-backend", "--use-flash-attn", "--flash-attention-version", "--use-kitchen-attention",
+        "--kitchen-attention-backend", "--batch-invariant-mode",
     ): "chooses kernels of stock's attention; the model's are `backends: {mla: …}` in the file of MEGACPP_CONFIG",
 }  # fmt: skip
 """Flags of Megatron that the layers of this package would take without a word and without effect, and why."""
@@ -69,6 +73,27 @@ def check_unused(words: Sequence[str]) -> None:
         raise ArgumentMismatchError(
             f"{'; '.join(found)}. NAM56R's layers read {'none of that' if len(found) > 1 else 'it not'}: leave it out"
         )
+
+
+def check_overwritten(model: Model, words: Sequence[str]) -> None:
+    """Refuse a HybridModel's command line whose depths, or kind of attention, Megatron would overwrite by its pattern's.
+
+    Raises:
+        ArgumentMismatchError: one line per flag.
+    """
+    given = flags.read(words)
+    by_pattern = {
+        "--num-layers": model.depth,
+        "--mtp-num-layers": model.mtp.depth,
+        "--experimental-attention-variant": "dsa",
+    }
+    found = [
+        f"{flag}: found {text}, expected {said}, as --hybrid-layer-pattern says: leave it out"
+        for flag, said in by_pattern.items()
+        if (text := flags.first(given, flag)) and text != str(said)
+    ]
+    if found:
+        raise ArgumentMismatchError("; ".join(found))
 
 
 def spec_of(model: str) -> tuple[str, str]:

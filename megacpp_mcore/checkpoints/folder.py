@@ -150,15 +150,19 @@ def _lock(save: Path) -> Path:
     except OSError as error:
         say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
     holder = f"process {os.getpid()} on {socket.gethostname()}"
-    stream.truncate(0)
-    stream.write(holder)
-    stream.flush()
-    os.fsync(stream.fileno())
-    _lock_file = stream
-    for left in save.glob(f"{LOCK}.*"):  # by a start that was killed
-        _remove(left)
-    seen = save / f"{LOCK}.{os.urandom(8).hex()}"
-    seen.write_text(holder, encoding="utf-8")
+    _lock_file, seen = stream, save / f"{LOCK}.{os.urandom(8).hex()}"
+    try:
+        stream.truncate(0)
+        stream.write(holder)
+        stream.flush()
+        os.fsync(stream.fileno())
+        for left in save.glob(f"{LOCK}.*"):  # by a start that was killed
+            _remove(left)
+        seen.write_text(holder, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"--save {save} cannot be written ({error}); make room, or name another folder"
+        ) from error
     return seen
 
 

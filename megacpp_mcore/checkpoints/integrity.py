@@ -245,6 +245,8 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
                 return [f"it is a link to {folder.readlink()}, which does not exist"]
             if not any(folder.glob("mp_rank_*")):
                 return [f"{METADATA}: not found, and no other file of a checkpoint is there"]
+            if empty := [path.name for path in sorted(folder.glob("mp_rank_*")) if not any(path.glob("*.pt"))]:
+                return [f"{name}: has no file of a checkpoint (.pt)" for name in empty]
             share = torch_files(folder)[rank::world_size] if by_digests else []
             with ThreadPoolExecutor(max_workers=8) as pool:
                 return [one for one in pool.map(_zip_damage, share) if one]
@@ -325,6 +327,8 @@ def _damage(path: Path, digest: str) -> str | None:
 def _structural_damages(folder: Path) -> list[str]:
     """List what is wrong with a checkpoint without a manifest, by what its metadata says."""
     config = folder / CONFIG
+    if not config.exists() and COMMON.encode() in (folder / METADATA).read_bytes():
+        return [f"{CONFIG}: not found"]
     if config.exists():
         try:
             if "sharded_backend" not in json.loads(config.read_bytes()):

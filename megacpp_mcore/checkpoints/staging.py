@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.files import flush_to_disk
+
+_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 
 
 @contextlib.contextmanager
@@ -38,6 +42,8 @@ def new_folder(new: Path) -> Iterator[Path]:
         flush_to_disk(new.parent)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if not isinstance(error, OSError):
+        # safetensors and torch have errors of their own for a full disk, one behind another.
+        said = _FULL.search("".join(traceback.format_exception(error)))
+        if not isinstance(error, OSError) and not (said and isinstance(error, Exception)):
             raise
-        raise CheckpointError(f"{new} cannot be written: {error}") from error
+        raise CheckpointError(f"{new} cannot be written: {error if said is None else said[0]}") from error

@@ -113,7 +113,7 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     for blend in (named := blends(arguments)):
         if blend.flag not in SPLIT_FLAGS:
             _check_shares(blend.datasets(), flags.first(given, "--split") or _DEFAULT_SPLIT)
-    _check_validation(named, given)
+    _check_sets(named, given)
     line = f"data: {', '.join(prefixes)} verified against {'its manifest' if len(prefixes) == 1 else 'their manifests'}"
     return f"{line}; {note}" if note else line
 
@@ -188,19 +188,18 @@ def _check_forms(given: flags.Flags) -> None:
         )
 
 
-def _check_validation(named: Sequence[Blend], given: flags.Flags) -> None:
-    """Refuse to evaluate without a validation set: stock ends with a TypeError at the first evaluation, steps later."""
+def _check_sets(named: Sequence[Blend], given: flags.Flags) -> None:
+    """Refuse to train or evaluate on nothing: stock ends at once with status 0, or at the first evaluation in a TypeError."""
     iterations = flags.first(given, "--eval-iters") or _DEFAULT_EVAL_ITERS
-    if "--full-validation" not in given and not _number(iterations):
-        return
     asked = "--full-validation" if "--full-validation" in given else f"--eval-iters {iterations}"
-    split = flags.first(given, "--split") or _DEFAULT_SPLIT
-    if named[0].flag in SPLIT_FLAGS:
-        there, instead = any(blend.flag == SPLIT_FLAGS[1] for blend in named), f"{SPLIT_FLAGS[1]} PREFIX"
-    else:
-        there, instead = any(_shares(split)[1:2]), "a second share, such as --split 98,2,0"
-    if not there:
-        found = "no dataset is named for it" if named[0].flag in SPLIT_FLAGS else f"--split {split} leaves it no share"
+    split, is_split = flags.first(given, "--split") or _DEFAULT_SPLIT, named[0].flag not in SPLIT_FLAGS
+    has = _shares(split) if is_split else [float(any(one.flag == flag for one in named)) for flag in SPLIT_FLAGS]
+    found = f"--split {split} leaves it no share" if is_split else "no dataset is named for it"
+    if "--skip-train" not in given and not any(has[:1]):
+        instead = "a first share, such as --split 98,2,0" if is_split else f"{SPLIT_FLAGS[0]} PREFIX"
+        raise DataError(f"the run trains on the training set, and {found}; expected {instead}, or --skip-train")
+    if ("--full-validation" in given or _number(iterations)) and not any(has[1:2]):
+        instead = "a second share, such as --split 98,2,0" if is_split else f"{SPLIT_FLAGS[1]} PREFIX"
         raise DataError(f"{asked} evaluates on the validation set, and {found}; expected {instead}, or --eval-iters 0")
 
 

@@ -35,7 +35,7 @@ DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst"
 _LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
 _TABLE = ".parquet"
-_UNKNOWN = (".xz", ".bz2", ".zip", ".tar", ".arrow")
+_UNKNOWN = (".xz", ".bz2", ".zip", ".tar", ".tgz", ".arrow")
 JSON_KEY = "text"
 LEFT_OUT = (".*", "__pycache__")
 """Names of files and folders that are ignored in a folder."""
@@ -126,15 +126,20 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     patterns = tuple(globs) or DEFAULT_GLOBS
     sources: list[Source] = []
     for given in inputs:
-        root = Path(given)
+        if not os.fspath(given):
+            raise DataError("an INPUT is empty; expected a file or a folder: is the variable that names it set?")
+        root, links = Path(given), list[Path]()
         if os.path.isdir(root):
-            found = list(walk_files(root, patterns if globs else ("*",)))
+            found = list(walk_files(root, patterns if globs else ("*",), links=links))
             taken = [path for path in found if globs or _matches(path.name.lower(), patterns)]
             sources += [make_source(path, path.relative_to(root).as_posix()) for path in taken]
             others = Counter(path.suffix.lower() or "without a suffix" for path in set(found) - set(taken))
-            if others and taken:
+            if others:
                 kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
                 print(f"{root}: files left out: {kinds} (take some with --glob)", file=sys.stderr)
+            if links:
+                named = ", ".join(str(link.relative_to(root)) for link in links[:3])
+                print(f"{root}: links to folders left out: {named} (name each as an input)", file=sys.stderr)
         else:
             sources.append(make_source(root, root.name))
     sources.sort()
@@ -147,8 +152,12 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
     return sources
 
 
-def walk_files(root: Path, patterns: Sequence[str], left_out: Sequence[str] = LEFT_OUT) -> Iterator[Path]:
+def walk_files(
+    root: Path, patterns: Sequence[str], left_out: Sequence[str] = LEFT_OUT, links: list[Path] | None = None
+) -> Iterator[Path]:
     """Yield the files below ``root`` whose names match one of ``patterns``, but none below or called ``left_out``.
+
+    Links to folders are not followed, but added to ``links``.
 
     Raises:
         DataError: a folder cannot be listed.
@@ -159,6 +168,8 @@ def walk_files(root: Path, patterns: Sequence[str], left_out: Sequence[str] = LE
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = sorted(name for name in folders if not _matches(name, left_out))
+        if links is not None:
+            links += (path for path in (Path(folder, name) for name in folders) if path.is_symlink())
         yield from (
             Path(folder, name) for name in sorted(files) if _matches(name, patterns) and not _matches(name, left_out)
         )
@@ -292,6 +303,9 @@ def read_documents(
     if piece.lines is not None:
         yield from _read_lines(piece, io.BytesIO(piece.lines), skipped, json_key)
         return
+    if (name := source.relative.lower().removesuffix(".gz").removesuffix(".zst")).endswith(_UNKNOWN):
+        _refuse(source, 0, f"{os.path.splitext(name)[1]} is no text; unpack it first", skipped)
+        return
     with _opened(source) as (_, stream):
         if source.are_lines:
             yield from _read_lines(piece, stream, skipped, json_key)
@@ -300,11 +314,18 @@ def read_documents(
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        unpack = "; unpack it first" if source.relative.lower().endswith(_UNKNOWN) else ""
-        _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8{unpack}", skipped)
+        _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8", skipped)
         return
-    if isinstance(_record(text.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]).get(json_key), str):
-        _refuse(source, 0, f"a JSON line with the key {json_key!r} begins there: name the file .jsonl", skipped)
+    first, _, rest = text.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    second, record = rest.lstrip().partition(b"\n")[0], _record(first)
+    if isinstance(record.get(json_key), str) or (record and (not second or _record(second))):
+        keys = ", ".join(map(repr, list(record)[:8]))
+        _refuse(
+            source,
+            0,
+            f"JSON lines begin there, with {keys}: name the file .jsonl, and their key with --json-key",
+            skipped,
+        )
     elif text:
         yield source.relative, text
 
@@ -341,9 +362,10 @@ def _read_rows(piece: Piece, skipped: list[Skipped] | None, column: str) -> Iter
     """Yield the documents of a table's row group."""
     with _table(piece.source) as table:
         names = table.schema_arrow.names
-        if column not in names:
+        if names.count(column) != 1:
+            number = "no column" if column not in names else f"{names.count(column)} columns"
             _refuse(
-                piece.source, 0, f"no column {column!r}; found {', '.join(names)}: --json-key names another", skipped
+                piece.source, 0, f"{number} {column!r}; found {', '.join(names)}: --json-key names another", skipped
             )
             return
         if piece.offset >= table.num_row_groups:

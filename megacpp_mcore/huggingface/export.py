@@ -198,9 +198,14 @@ def tokenizer_files(model: Model, folder: Path | None) -> dict[str, str]:
                 f"`data prepare` took (bytes have {BYTE_VOCAB_SIZE})"
             )
         return _byte_tokenizer()
-    files = {name: (folder / name).read_text(encoding="utf-8") for name in TOKENIZER if (folder / name).is_file()}
+    try:
+        files = {name: (folder / name).read_text(encoding="utf-8") for name in TOKENIZER if (folder / name).is_file()}
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}; expected a Hugging Face tokenizer's files, in UTF-8") from error
     if "tokenizer.json" not in files:
-        raise CheckpointError(f"{folder} has no tokenizer.json; expected a Hugging Face tokenizer's folder")
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; expected a Hugging Face tokenizer's folder, or, for bytes, no --tokenizer"
+        )
     largest = max(_ids(files, str(folder)).values(), default=-1)
     if not 0 <= largest < model.vocab_size:
         raise CheckpointError(
@@ -245,7 +250,7 @@ def _ids(files: Mapping[str, str], where: str) -> dict[str, int]:
     """
     try:
         content = json.loads(files["tokenizer.json"])
-        json.loads(files.get("tokenizer_config.json", "{}"))
+        dict(json.loads(files.get("tokenizer_config.json", "{}")).items())
         vocab = content["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram's: tokens and their scores, by id
             vocab = {token: number for number, (token, _) in enumerate(vocab)}
@@ -263,7 +268,7 @@ def _special_ids(files: Mapping[str, str]) -> dict[str, int]:
     for name in ("bos", "eos", "pad"):
         token = config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if token in ids:
+        if isinstance(token, str) and token in ids:
             found[f"{name}_token_id"] = ids[token]
     return found
 

@@ -66,7 +66,9 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         "world_size": 1,
         "ckpt_format": "torch_dist",
     }
-    arguments = Namespace(**{one.field: one.expected for one in lowering.model_arguments(model)}, **of_run)
+    fields = {one.field: one.expected for one in lowering.model_arguments(model)}
+    sizes = {"vocab_size": model.vocab_size, "num_experts": fields.get("num_moe_experts")}
+    arguments = Namespace(**fields | of_run | sizes, spec=[*lowering.spec_of(model.name)])
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
     with new_folder(checkpoint) as unfinished:
         target = unfinished / RELEASE
@@ -114,12 +116,15 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors, mapped from their files, which are compared with the digests in the index, if it has any."""
     library = safetensors()
     index = folder / INDEX
-    content = _json(index) if index.is_file() else {}
+    is_one = (
+        folder / "model.safetensors"
+    ).is_file()  # which transformers takes first, and leaves an older index beside
+    content = _json(index) if index.is_file() and not is_one else {}
     places, digests = content.get("weight_map"), content.get(DIGESTS, {})
     plain = isinstance(places, dict) and all(
         isinstance(name, str) and Path(name).name == name for name in places.values()
     )
-    if index.is_file() and not (places and plain and isinstance(digests, dict)):
+    if index.is_file() and not is_one and not (places and plain and isinstance(digests, dict)):
         raise CheckpointError(f"{index} has no weight_map from tensors to files beside it; export it again")
     names = sorted(set(places.values())) if places else ["model.safetensors"]
     values: dict[str, torch.Tensor] = {}
@@ -129,7 +134,8 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
             values |= library.load_file(str(path))
             is_whole = not digests or sha256_of(path) == digests.get(name)
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; the export is incomplete, export it again") from None
+            which = path if places else f"{path}, or {INDEX} and the files in it,"
+            raise CheckpointError(f"{which} is missing; the export is incomplete, export it again") from None
         except Exception as error:  # a damaged header can raise anything
             raise CheckpointError(f"{path} cannot be read ({error}); export it again") from error
         if not is_whole:

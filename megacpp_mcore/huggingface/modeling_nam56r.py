@@ -605,17 +605,30 @@ class NAM56RModel(NAM56RPreTrainedModel):
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, past_key_values: NAM56RCache | None = None,
-        inputs_embeds: Tensor | None = None, use_cache: bool | None = None, **_: Any,
-    ) -> BaseModelOutputWithPast:  # fmt: skip
+        inputs_embeds: Tensor | None = None, use_cache: bool | None = None, position_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None, output_attentions: bool | None = None, return_dict: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """``input_ids [B, S] -> last_hidden_state [B, S, D]``, after the final norm; positions are those of the rows.
 
         Args:
             attention_mask: ``[B, T]``, 0 for padding, which stands on the left.
             past_key_values: of an earlier call, which this one continues and extends.
+            position_ids: ``[B, S]``; must not restart in a row, as those of packed documents do.
+            output_hidden_states: whether to return what enters each layer, and what leaves the final norm.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected input_ids or inputs_embeds, one of the two")
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions: most layers have none, and none are kept; leave it out")
+        if position_ids is not None and attention_mask is None and bool((position_ids.diff(dim=-1) <= 0).any()):
+            raise ValueError(
+                "position_ids restart in a row, as those of packed documents, which these layers would not keep apart; give "
+                "each document a row of its own, with padding on the left"
+            )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if not hidden.shape[1]:
+            raise ValueError("the prompt has no token; expected at least one, such as the tokenizer's bos_token")
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         runs_again = self.training and self.gradient_checkpointing  # which would extend a cache again
         cache = past_key_values
@@ -623,12 +636,18 @@ class NAM56RModel(NAM56RPreTrainedModel):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; expected an earlier call's NAM56RCache")
         if cache is None and use_cache and not runs_again:
             cache = NAM56RCache(len(self.layers))
-        shared, index = self.step(hidden, attention_mask, cache), None
+        shared, index, entered = self.step(hidden, attention_mask, cache), None, []
         for layer in self.layers:
+            entered.append(hidden)
             hidden, index = layer(hidden, shared, index)
         if cache is not None:
             cache.rows += hidden.shape[1]
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
+        hidden = self.norm(hidden)
+        keeps = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        found = BaseModelOutputWithPast(
+            last_hidden_state=hidden, past_key_values=cache, hidden_states=(*entered, hidden) if keeps else None
+        )
+        return found.to_tuple() if return_dict is False else found
 
 
 class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
@@ -643,18 +662,26 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
         past_key_values: NAM56RCache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
-        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
+        use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, position_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None, output_attentions: bool | None = None, return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """Return logits ``[B, S, vocabulary]``, of the last ``logits_to_keep`` rows if that is not 0, and with labels the loss.
 
         Args:
             labels: ``[B, S]``, the tokens themselves, -100 where no loss is wanted; the loss is of the next token.
         """
-        found = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache)
+        found = self.model(
+            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, position_ids, output_hidden_states,
+            output_attentions,
+        )  # fmt: skip
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, rows])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+        made = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        )
+        return made.to_tuple() if return_dict is False else made
 
     def speculate(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,

@@ -29,6 +29,7 @@ from megacpp_mcore import policy
 from megacpp_mcore.arguments.read import read
 from megacpp_mcore.backends import Dispatcher, vendor_switches
 from megacpp_mcore.backends.probes import known_triton, triton_release
+from megacpp_mcore.errors import LaunchError
 from megacpp_mcore.launch import extensions, process, refusals
 from megacpp_mcore.launch.plan import ALLOWED_SPEC_PREFIXES, STOCK_LOOP, Plan, check_sources, plan
 from megacpp_mcore.observe import recording as observation
@@ -175,6 +176,10 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
 
     from megacpp_mcore.checkpoints.folder import release as release_folder
 
+    if sys.flags.optimize:
+        raise LaunchError(
+            "Python runs with -O or PYTHONOPTIMIZE, without the assertions by which Megatron checks a run; leave it out"
+        )
     entry = str(chosen.script) if chosen.script else STOCK_LOOP
     with contextlib.ExitStack() as stack:
         stack.enter_context(process_environment())

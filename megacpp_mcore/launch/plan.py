@@ -194,7 +194,7 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
             "unset them, or start the processes with torchrun or --nproc",
             code="ranks",
         )
-    is_alone = given.get("WORLD_SIZE", given.get("RANK", "1")) == "1"
+    is_alone = given.get("WORLD_SIZE", given.get("RANK", "1")) == "1" and given.get("LOCAL_RANK", "0") == "0"
     if not is_alone and (missing := [name for name in _NEEDED if not environment.get(name)]):
         raise LaunchError(
             f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "

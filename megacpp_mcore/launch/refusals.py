@@ -38,6 +38,8 @@ _LOST = re.compile(
 """What gloo, NCCL and TCPStore say where another process has gone; gloo with its address."""
 _UNANSWERED = re.compile(r"gloo.*Timed out waiting (\d+)ms for (?:recv|send)")
 """What gloo says where another process is slow, or has gone without a word."""
+_NOT_MET = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
+"""What PyTorch says where processes meet, and too few came."""
 _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
 """Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
 _OF_OPTIMIZERS = {"emerging_optimizers": "emerging-optimizers", "absl": "absl-py"}
@@ -55,7 +57,17 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
     """
     given = flags.read(words)
     counts = ("train-iters", "eval-interval", "save-interval")
-    *_, interval = (flags.whole(given, f"--{name}", LaunchError, 1) for name in counts)
+    iterations, _, interval = (flags.whole(given, f"--{name}", LaunchError, 1) for name in counts)
+    if "--persistent-save-interval" in given:  # the same by an older name
+        interval = flags.whole(given, "--persistent-save-interval", LaunchError, 1)
+    for unit, end in (("iters", iterations), ("samples", flags.whole(given, "--train-samples", LaunchError, 1))):
+        warmup = flags.whole(given, f"--lr-warmup-{unit}", LaunchError, 0)
+        decay = flags.whole(given, f"--lr-decay-{unit}", LaunchError, 1) or end
+        if warmup and decay and warmup >= decay:
+            raise LaunchError(
+                f"--lr-warmup-{unit} is {warmup}, and the learning rate's schedule ends at {decay} (--lr-decay-{unit}, by "
+                f"default --train-{unit}); expected a shorter warm-up: add --lr-warmup-{unit} {decay // 10}"
+            )
     save, load = (flags.first(given, f"--{name}") for name in ("save", "load"))
     if save and interval is None:
         raise LaunchError(
@@ -137,6 +149,12 @@ def _explained(error: BaseException) -> str | None:
         return (
             f"the learning rate's schedule of the checkpoint has {found[3]} {found[2]}, and the run's {found[1]}; add "
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
+        )
+    if found := _NOT_MET.search(text):
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return (
+            f"{found[1]} of {found[2]} processes came to {where} in time; the others have ended, as their own output says, or "
+            "were not started with this address, or cannot reach it"
         )
     if len(ranks.hosts) > 1 and isinstance(error, RuntimeError):
         said = "".join(traceback.format_exception_only(error))  # TCPStore says no more than "Broken pipe"

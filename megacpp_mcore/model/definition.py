@@ -367,7 +367,10 @@ def preset(name: str) -> Model:
         ModelError: unknown name; the message suggests the nearest names.
     """
     if name not in PRESETS:
-        raise ModelError(f"there is no model {name!r}; {nearest(name, PRESETS)}")
+        raise ModelError(
+            f"there is no model {name!r}; {nearest(name, PRESETS)}; a model of one's own is named in the settings file, which "
+            "MEGACPP_CONFIG names"
+        )
     return PRESETS[name]
 
 

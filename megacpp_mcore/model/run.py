@@ -131,6 +131,13 @@ FIELDS = {one.name: one for one in dataclasses.fields(Execution)}
 NARROW: Mapping[str, Any] = MappingProxyType({"precision_aware": True, "exp_avg": "bf16", "exp_avg_sq": "bf16"})
 """What to ask for where 12 bytes a bf16 parameter fit and 18 do not."""
 
+_OLDER: Mapping[str, tuple[str, str]] = MappingProxyType({
+    "--enable-cuda-graph": ("cuda_graph_impl", "local"),
+    "--external-cuda-graph": ("cuda_graph_impl", "transformer_engine"),
+    "--recompute-activations": ("recompute_granularity", "selective"),
+})  # fmt: skip
+"""Flags that Megatron translates (megatron-core 0.19.2, ``training/arguments.py``), and the fields that they set."""
+
 
 def words_of(name: str, value: Any) -> tuple[str, ...]:
     """Return the arguments that set the field ``name`` to ``value``; none for Megatron's default."""
@@ -148,7 +155,7 @@ def given_in(given: flags.Flags) -> dict[str, Any]:
     Raises:
         LaunchError: a number is none, or below 1.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {name: value for flag, (name, value) in _OLDER.items() if flag in given}
     for name, known in FIELDS.items():
         if "words" in known.metadata and known.metadata["words"][0] in given:
             found[name] = not known.default

@@ -46,7 +46,12 @@ _ENVIRONMENT = re.compile(
 )
 """Variables that change what is computed, or in which order."""
 
+_FILES = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path", "te_precision_config_file")
+"""Arguments (attributes) that name files, whose content counts."""
+
 MINUTE = timedelta(minutes=1)
+_QUIET = timedelta(seconds=30)
+"""How long a rank waits for the others without a word."""
 
 hosts: list[str] = []
 """The name of each rank's host, in their order, once they have been compared."""
@@ -104,22 +109,39 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
         raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {mend}") from error
     keys = [f"megacpp-mcore/{one}" for one in range(size)]
     try:
-        store.set(keys[rank], own)
-        store.wait(keys, patience)
+        store.set(keys[rank], f"{own} {size}")
+        try:
+            store.wait(keys, min(patience, _QUIET))
+        except DistError:
+            console.say(
+                f"megacpp-mcore: rank {rank} of {size} on {own} waits at {where} for the others, for {patience}"
+            )
+            store.wait(keys, patience)
     except DistError as error:
         try:
-            there = {one: store.get(key).decode() for one, key in enumerate(keys) if store.check([key])}
+            said = {one: store.get(key).decode().split() for one, key in enumerate(keys) if store.check([key])}
         except DistError:
             raise LaunchError(
                 f"rank 0 of {size} at {where} has ended while others were waited for; its own output says why"
             ) from error
+        _refuse_sizes(said, where)
+        there = {one: name for one, (name, _) in said.items()}
         names = dict.fromkeys(there.values())
         here = ", ".join(f"{_named([one for one in there if there[one] == name])} on {name}" for name in names)
         if lost := [one for one in range(size) if one not in there]:
             raise LaunchError(
                 f"{_named(lost)} of {size} did not come to {where} in {patience}, where {here} wait; {mend}"
             ) from error
+    _refuse_sizes({one: store.get(key).decode().split() for one, key in enumerate(keys)}, where)
     yield
+
+
+def _refuse_sizes(said: Mapping[int, Sequence[str]], where: str) -> None:
+    """Refuse ranks, by what each has said of its host and WORLD_SIZE, that are not of one run."""
+    sizes = {size for _, size in said.values()}
+    if len(sizes) > 1:
+        each = "; ".join(f"{size} on {_named([one for one in said if said[one][1] == size])}" for size in sorted(sizes))
+        raise LaunchError(f"the processes that met at {where} differ in WORLD_SIZE: {each}; start all with the same")
 
 
 def compare(settings: PluginConfig | None) -> None:
@@ -158,6 +180,7 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
     from megatron.training import global_vars
 
     facts = {VARIABLE: "is not used" if settings is None else "is used", "the code of megacpp-mcore": _code()}
+    facts["the code of Megatron"] = _megatron()
     facts |= {f"version of {name}": version for name, version in host.versions().items()}
     facts |= {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
     arguments = global_vars._GLOBAL_ARGS
@@ -168,6 +191,11 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
         given = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
         facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in given.items()}
         facts |= of_datasets(getattr(arguments, "data_cache_path", None))
+        facts |= {
+            f"the content of --{name.replace('_', '-')}": sha256_of(Path(path))[:16]
+            for name in _FILES
+            if isinstance(path := given.get(name), str) and os.path.isfile(path)
+        }
     if settings is not None:
         facts |= dict(_flat(VARIABLE, settings))
     return facts
@@ -237,8 +265,20 @@ def _text(value: Any) -> str:
 @functools.cache
 def _code() -> str:
     """Return this package's version and a digest of its files."""
-    root = Path(megacpp_mcore.__file__).parent
+    return f"{megacpp_mcore.__version__}, digest {_digest(Path(megacpp_mcore.__file__).parent)}"
+
+
+@functools.cache
+def _megatron() -> str:
+    """Return a digest of the files of the Megatron that is imported: edits that are not committed have no version."""
+    import megatron.core
+    import megatron.training
+
+    folders = (Path(package.__path__[0]) for package in (megatron.core, megatron.training))
+    return f"digest {' '.join(map(_digest, folders))}"
+
+
+def _digest(root: Path) -> str:
     files = sorted(Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
     lines = [f"{file.relative_to(root)} {sha256_of(file)}" for file in files if file.suffix == ".py" and file.is_file()]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    return f"{megacpp_mcore.__version__}, digest {digest[:16]}"
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -291,7 +291,7 @@ def _names(tree: SourceTree) -> dict[str, set[str]]:
     flags: set[str] = set()
     fields: set[str] = set()
     root = tree.file("megatron.core").parents[1]
-    for file in (file for part in ("core", "training") for file in (root / part).rglob("*.py")):
+    for file in (file for part in ("core", "training") for file in (root / part).rglob("*.py") if file.is_file()):
         text = file.read_text(encoding="utf-8", errors="replace")
         flags |= set(_QUOTED_FLAG.findall(text))
         if _CONFIGURATION.search(text):

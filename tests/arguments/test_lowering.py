@@ -137,6 +137,14 @@ def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
         lowering.check_unused(lower(Run(preset(name), Layout(), Training())))
 
 
+def test_what_megatron_would_overwrite_by_the_pattern_is_refused() -> None:
+    model = preset("nam56r_tiny")
+    lowering.check_overwritten(model, ["--mtp-num-layers", str(model.mtp.depth), "--num-layers", str(model.depth)])
+    words = ["--mtp-num-layers", "3", "--num-layers=52", "--experimental-attention-variant", "gated_delta_net"]
+    with raises(ArgumentMismatchError, "--mtp-num-layers", 3, model.mtp.depth, "--num-layers", 52, "gated_delta_net"):
+        lowering.check_overwritten(model, words)
+
+
 def test_all_contradictions_are_listed_at_once() -> None:
     model = preset("nam56r_tiny")
     source = matching(model)

@@ -83,4 +83,17 @@ for prompt, given in (
         model.generate(prompt, **greedy | given, custom_generate=type(model).speculate)
     except ValueError as error:
         found["refused"].append(str(error))
+restarts = torch.arange(tokens.shape[1]).remainder(tokens.shape[1] // 2)[None]
+for given in (
+    {"input_ids": tokens, "position_ids": restarts},
+    {"input_ids": tokens[:, :0]},
+    {"input_ids": tokens, "output_attentions": True},
+):
+    try:
+        model(**given)
+    except ValueError as error:
+        found["refused"].append(str(error))
+with torch.no_grad():
+    states = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    found["states"] = len(states), model.lm_head(states[-1]), model(tokens, use_cache=False, return_dict=False)[0]
 torch.save(found, output)

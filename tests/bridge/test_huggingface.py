@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from megacpp_mcore.model import Layout, preset, with_overrides
+from megacpp_mcore.model.training import HYBRID
 from tests import stock, tiny_run
 from tests.bridge.processes import run
 from tests.distributed.comparing import assert_same_bytes
@@ -175,9 +176,17 @@ def test_speculative_decoding_gives_the_same_tokens(found: dict[str, Any]) -> No
     assert min(shares) < 0.1
     assert any(0.1 < share < 0.9 for share in shares), shares
     for message, named in zip(
-        found["refused"], ("do_sample", "a batch", "padding", "drafts=0 of 1 depths"), strict=True
+        found["refused"][:4], ("do_sample", "a batch", "padding", "drafts=0 of 1 depths"), strict=True
     ):
         assert f"does not support {named};" in message
+
+
+def test_what_the_layers_do_not_have_is_refused_and_hidden_states_are_there(found: dict[str, Any]) -> None:
+    for message, named in zip(found["refused"][4:], ("position_ids", "no token", "output_attentions"), strict=True):
+        assert named in message
+    count, by_the_last, first = found["states"]
+    assert count == tiny_run.model().depth + 1
+    assert torch.equal(by_the_last, first)
 
 
 def test_the_speed_of_decoding_is_printed(bridge_python: Path, exported: Path, place: Path) -> None:
@@ -199,6 +208,14 @@ def test_import_is_the_inverse(
     assert len(list((place / "again").glob("model-*.safetensors"))) > 1
     command("export", place / "imported", place / "third")
     check_files(exported, place / "third")
+    data = ("--data-path", str(place / "text"), "--split", "90,10,0")
+    words = ("--load", str(place / "imported"), "--finetune", "--save", str(place / "hybrid"), "--save-interval", "1")
+    words = stock.words(tiny_run.model(), *words, data=data, model_class=HYBRID, global_batch_size=2, train_iters=1)
+    said = tiny_run.start(LAUNCH, [*words, "--lr", "0", "--min-lr", "0"], place).finish()
+    command("export", place / "hybrid", place / "fourth")
+    assert_same_bytes(stored(exported), stored(place / "fourth")), said
+    (place / "fourth" / "model.safetensors").write_bytes(b"\0" * 64)  # which transformers would take first
+    assert "fourth/model.safetensors cannot be read" in command("import", place / "fourth", place / "none", status=1)
     loaded = megatrons(place, place / "imported", "--finetune")
     vocabulary = slice(tiny_run.model().vocab_size)  # rows that pad it are zeros now
     assert torch.equal(loaded["logits"][..., vocabulary], megatron["logits"][..., vocabulary])

@@ -196,7 +196,13 @@ def test_a_share_without_a_document_is_refused(
         verify_arguments(given)
 
 
-VALIDATION = {
+SETS = {
+    "no training": (
+        "--data-path A --split 0,100,0 --eval-iters 1",
+        ["training set", "--split 0,100,0", "--skip-train"],
+    ),
+    "none named": ("--valid-data-path A --eval-iters 1", ["training set", "--train-data-path"]),
+    "no training wanted": ("--valid-data-path A --eval-iters 1 --skip-train", []),
     "a split without": ("--data-path A --split 100,0,0 --eval-iters 10", ["--split 100,0,0", "--eval-iters 10"]),
     "stock's number": ("--data-path A --split 100", ["--split 100", "--eval-iters 100"]),
     "named training": ("--train-data-path A --eval-iters 1", ["--eval-iters 1", "--valid-data-path"]),
@@ -209,16 +215,16 @@ VALIDATION = {
 }
 
 
-@pytest.mark.parametrize(("words", "values"), VALIDATION.values(), ids=VALIDATION.keys())
-def test_an_evaluation_without_a_validation_set_is_refused(
+@pytest.mark.parametrize(("words", "values"), SETS.values(), ids=SETS.keys())
+def test_training_and_evaluation_on_nothing_are_refused(
     two: tuple[str, str], tmp_path: Path, words: str, values: list[str]
 ) -> None:
-    """Where stock ends at the first evaluation, in "'NoneType' object is not an iterator"."""
+    """Where stock ends at once, with status 0, or at the first evaluation, in "'NoneType' object is not an iterator"."""
     given = named(words, two, tmp_path)
     if not values:
         assert verify_arguments(given).startswith("data: ")
         return
-    with raises(DataError, "validation", *values):
+    with raises(DataError, "set, and", *values):
         verify_arguments(given)
 
 

@@ -339,8 +339,13 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
         ("mark.json.1", b'\xef\xbb\xbf\n{"text": "one"}\n', ["'text'", ".jsonl"]),
         ("lines.jsonl.gz", b"\x1f\x8b\x08", ["cannot be unpacked", "whole gz file"]),
         ("lines.txt.GZ", gzip.compress(b"text", mtime=0)[:-4], ["cannot be unpacked", "whole GZ file"]),
-        ("lines.jsonl.xz", b"\xfd7zXZ\x00\x80", ["0xfd", "offset 0"]),
-        ("text.xz", b"\xfd7zXZ\x00\x80", ["0xfd", "unpack"]),
+        ("part-00001", b'{"content": "one"}\n{"content": "two"}\n', ["offset 0", "'content'", ".jsonl", "--json-key"]),
+        ("meta.txt", b'{"meta": 1}\n\n{"text": "one"}\n', ["'meta'", ".jsonl", "--json-key"]),
+        ("one.txt", b'{"text": ["one"]}\n', ["'text'", ".jsonl"]),
+        ("lines.jsonl.xz", b"\xfd7zXZ\x00\x80", ["offset 0", ".xz", "unpack"]),
+        ("text.xz", b"\xfd7zXZ\x00\x80", [".xz", "unpack"]),
+        ("text.tar", b"a.txt\0\0text", [".tar", "unpack"]),
+        ("text.TAR.gz", gzip.compress(b"a.txt\0\0text", mtime=0), [".tar", "unpack"]),
         ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects"]),
         ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object"]),
         ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text"]),
@@ -354,7 +359,7 @@ def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
 
 
 def test_a_byte_order_mark_before_text_is_kept(tmp_path):
-    (tmp_path / "mark.txt").write_text(text := '\ufeff{"content": "one"}')
+    (tmp_path / "mark.txt").write_text(text := '\ufeff{"content": "one"}\nis an object')
     (prefix,) = run(tmp_path / "mark.txt", tmp_path / "set")
     assert read_back(prefix) == [text.encode()]
 
@@ -401,13 +406,18 @@ def test_inputs_are_found_as_documented(texts, tmp_path, capsys):
     find_sources([texts])
     said = f"{texts}: files left out: 1 .gz, 1 .png, 1 without a suffix (take some with --glob)"
     assert said in capsys.readouterr().err
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "other.txt").write_text("words")
+    (texts / "linked").symlink_to(tmp_path / "elsewhere")
     names = [source.relative for source in find_sources([texts])]
+    assert f"{texts}: links to folders left out: linked (" in capsys.readouterr().err
     assert names == sorted(names)
     assert len(names) == 15
     assert [s.relative for s in find_sources([texts], ["*.png"])] == ["picture.png"]
     assert [s.relative for s in find_sources([texts / "picture.png"])] == ["picture.png"]
     for inputs, globs, says in (
         ([tmp_path / "missing"], [], "missing: No such file"),
+        ([""], [], "an INPUT is empty"),
         (["x" * 300], [], "x: File name too long"),
         ([texts], ["*.rst"], r"\*\.rst.*--glob"),
     ):

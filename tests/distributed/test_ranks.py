@@ -60,6 +60,29 @@ def test_under_bridge_the_command_line_is_compared_without_what_is_a_rank_s_own(
     assert told("optimizer.lr=0.1") != told("optimizer.lr=0.2")
 
 
+def test_files_that_arguments_name_and_megatrons_own_are_compared_by_content(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    named = stock.parse([*stock.words(preset("nam56r_tiny")), "--data-args-path", str(tmp_path / "list")])
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", named)
+    found = []
+    for text in ("0.5 a 0.5 b", "0.9 a 0.1 b"):
+        (tmp_path / "list").write_text(text)
+        found.append(ranks.collect(None))
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["the content of --data-args-path"]
+    assert re.fullmatch(r"digest [0-9a-f]{16} [0-9a-f]{16}", found[0]["the code of Megatron"])
+    (tmp_path / "x.py").write_text("a = 1")
+    digests = [ranks._digest(tmp_path)]
+    (tmp_path / "x.py").write_text("a = 2")
+    assert ranks._digest(tmp_path) != digests[0]
+
+
+def test_ranks_of_other_sizes_are_refused() -> None:
+    with raises(LaunchError, "WORLD_SIZE: 2 on rank 0; 3 on ranks 1, 2", "here:1"):
+        ranks._refuse_sizes({0: ("a", "2"), 1: ("b", "3"), 2: ("b", "3")}, "here:1")
+    ranks._refuse_sizes({0: ("a", "2"), 1: ("b", "2")}, "here:1")
+
+
 # A training of which one rank is started in another way.
 SECOND = """
 import os, runpy, sys

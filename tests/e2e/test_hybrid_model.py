@@ -288,6 +288,17 @@ def test_a_checkpoint_of_another_model_is_refused(decide: Callable[..., Any], ch
             decide(saved(GPT), saved(GPT, **changes), [])
 
 
+def test_what_decides_no_shape_makes_another_model_too_unless_a_run_begins_with_its_weights(
+    decide: Callable[..., Any],
+) -> None:
+    ours, theirs = {"rotary_base": 500000, "moe_router_topk": 2}, {"rotary_base": 10000, "moe_router_topk": 2}
+    for other in (GPT, HYBRID):
+        with raises(ModelError, "rotary_base 10000", 500000, "--finetune", code="another-model"):
+            decide(saved(GPT, **ours), saved(other, **theirs), [])
+    assert decide(saved(HYBRID, **ours), saved(GPT, **theirs | ours), []) == (None, False)
+    assert decide(saved(HYBRID, **ours, finetune=True), saved(GPT, **theirs), []) == (None, False)
+
+
 def test_every_field_of_another_model_is_named(decide: Callable[..., Any]) -> None:
     other = saved(GPT, num_layers=13, hidden_size=64, vocab_size=300)
     with raises(ModelError, "layers 13", 12, "vocab_size 300", "hidden_size 64", code="another-model"):

@@ -255,6 +255,7 @@ def test_what_stock_would_miss_in_a_traceback_is_named_at_once(name: str, tmp_pa
             ["RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"],
         ),
         ([], {"environment": {"RANK": "3"}}, "ranks-missing", ["WORLD_SIZE, LOCAL_RANK"]),
+        ([], {"environment": {"LOCAL_RANK": "1"}}, "ranks-missing", ["RANK, WORLD_SIZE"]),
         ([], {"environment": RANKS | {"MASTER_ADDR": ""}}, "ranks-missing", [" MASTER_ADDR;"]),
         ([], {"environment": RANKS | {"MASTER_PORT": "0"}}, "", ["MASTER_PORT is '0'"]),
         ([], {"environment": RANKS | {"MASTER_PORT": "http"}}, "", ["MASTER_PORT is 'http'"]),

@@ -109,6 +109,7 @@ AT_THE_COMMAND_LINE = [
     (f"{LAUNCH} --load afile", "--load afile is a file"),
     (f"{LAUNCH} --load saved/iter_0000003", "--load saved --ckpt-step 3"),
     (f"{LAUNCH} --save saved", "add --save-interval N"),
+    (f"{LAUNCH} --train-iters 30 --lr-warmup-iters 30", "add --lr-warmup-iters 3"),
     (f"{LAUNCH} --train-iters 0", "expected a whole number, 1 or more"),
     (f"{LAUNCH} --eval-interval 0 --eval-iters 1", "--eval-interval is '0'"),
     (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.PRESET"),
@@ -173,6 +174,8 @@ def test_a_wrong_command_is_one_line_before_anything_starts(
         ("--load .", "iter_0000003"),  # with --ckpt-step, or of a first save that was killed
         ("--load .", "release"),
         ("--load ./saved/ --save saved --save-interval 1", "saved"),
+        ("--save saved --persistent-save-interval 2", "saved"),
+        ("--train-iters 2 --lr-warmup-iters 2 --lr-decay-iters 3", "saved"),
         ("--load . --pretrained-checkpoint other", "folder"),
         ("--load . --non-persistent-ckpt-type local", "folder"),
         ("--load msc://bucket/saved", "folder"),

@@ -221,6 +221,24 @@ def test_no_checkpoint_is_an_error_where_the_run_insists_on_one(checkpointing: M
     assert checkpointing._load_base_checkpoint(str(tmp_path), arguments(), rank0=True)[0] is None
 
 
+def test_folders_that_were_swapped_are_refused(checkpointing: ModuleType, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", 3, 5)
+    (folder / "iter_0000005").rename(folder / "iter_0000007")
+    (folder / "iter_0000003").rename(folder / "iter_0000005")
+    with raises(CheckpointError, folder / "iter_0000005", "iteration 3 ", "expected 5", code="another-iteration"):
+        load(checkpointing, folder, arguments())
+
+
+def test_a_checkpoint_without_both_of_its_small_files_is_named(tmp_path: Path) -> None:
+    made = saved(tmp_path / "saved", 3) / "iter_0000003"
+    for name in (integrity.CONFIG, integrity.MANIFEST):
+        (made / name).unlink()
+    assert integrity.damages(made) == [f"{integrity.CONFIG}: not found"]
+    of_torch = tmp_path / "torch" / "iter_0000003"
+    (of_torch / "mp_rank_00").mkdir(parents=True)
+    assert integrity.damages(of_torch) == ["mp_rank_00: has no file of a checkpoint (.pt)"]
+
+
 @pytest.mark.parametrize("is_torch", [True, False])
 def test_what_ended_in_status_0_is_an_error(
     checkpointing: ModuleType, tmp_path: Path, is_torch: bool, monkeypatch: pytest.MonkeyPatch

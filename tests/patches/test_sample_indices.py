@@ -284,3 +284,10 @@ def test_a_split_without_a_token_is_refused_where_stock_counts_epochs_without_en
             ), Unending(0))  # fmt: skip
     with raises(DataError, "the valid split of", "--split 9998,1,1", "0 documents", code="empty-split"):
         builder.build()
+
+
+def test_a_dataset_without_a_sample_in_a_blend_without_weights_is_named(prefixes: list[str], tmp_path: Path) -> None:
+    """Where stock's blend asserts that all weights, then the numbers of samples, are above 0."""
+    builder = builder_of(tmp_path, [None, None, None], blend=(prefixes[:2], None), split="9998,1,1")
+    with raises(DataError, "split of", prefixes[0], "one sample", "weights", code="empty-split"):
+        builder.build()

@@ -83,6 +83,8 @@ def test_spellings_of_values_and_replicas() -> None:
     run = read(*graphs, "--ddp-bucket-size", "7", "--fp8-format", "e4m3").execution
     assert (run.cuda_graph_impl, run.cuda_graph_scope) == ("local", ("attn", "mlp"))
     assert (run.bucket_elements, run.fp8) == (7, "e4m3")
+    older = read("--enable-cuda-graph", "--recompute-activations").execution
+    assert (older.cuda_graph_impl, older.recompute_granularity) == ("local", "selective")
     assert [read(flag).execution.fsdp for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2", "--bf16")] == [
         True,
         True,

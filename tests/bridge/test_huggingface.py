@@ -211,11 +211,15 @@ def test_import_is_the_inverse(
     data = ("--data-path", str(place / "text"), "--split", "90,10,0")
     words = ("--load", str(place / "imported"), "--finetune", "--save", str(place / "hybrid"), "--save-interval", "1")
     words = stock.words(tiny_run.model(), *words, data=data, model_class=HYBRID, global_batch_size=2, train_iters=1)
-    said = tiny_run.start(LAUNCH, [*words, "--lr", "0", "--min-lr", "0"], place).finish()
+    tiny_run.start(LAUNCH, [*words, "--lr", "0", "--min-lr", "0"], place).finish()
     command("export", place / "hybrid", place / "fourth")
-    assert_same_bytes(stored(exported), stored(place / "fourth")), said
+    before, after = (
+        {name: value for name, value in stored(folder).items() if "e_score_correction_bias" not in name}
+        for folder in (exported, place / "fourth")
+    )
+    assert_same_bytes(before, after)  # balance moves the biases
     (place / "fourth" / "model.safetensors").write_bytes(b"\0" * 64)  # which transformers would take first
-    assert "fourth/model.safetensors cannot be read" in command("import", place / "fourth", place / "none", status=1)
+    assert "fourth/model.safetensors cannot be read" in command("import", place / "fourth", place / "none", status=2)
     loaded = megatrons(place, place / "imported", "--finetune")
     vocabulary = slice(tiny_run.model().vocab_size)  # rows that pad it are zeros now
     assert torch.equal(loaded["logits"][..., vocabulary], megatron["logits"][..., vocabulary])

@@ -16,6 +16,7 @@ from tests.errors import raises
 def config(**dataset: Any) -> Any:
     return SimpleNamespace(
         dataset=SimpleNamespace(**dataset),
+        validation=SimpleNamespace(eval_iters=0),
         tokenizer=SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=260, null_tokenizer_eod_id=256),
     )
 
@@ -40,7 +41,8 @@ def config(**dataset: Any) -> Any:
 )  # fmt: skip
 def test_each_way_to_name_them(dataset: dict[str, Any], words: str, prefixes: str) -> None:
     found = data_words(config(**dataset))
-    assert found == f"{words} --tokenizer-type NullTokenizer --vocab-size 260 --null-tokenizer-eod-id 256".split()
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 260 --null-tokenizer-eod-id 256"
+    assert found == f"{words} --eval-iters 0 {tokenizer}".split()
     assert dataset_prefixes(found) == prefixes.split()
 
 

@@ -112,7 +112,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_other_iteration(state: Any, folder: Any) -> None:
     """Refuse a checkpoint whose folder names another iteration than its content: folders were renamed, or swapped."""
-    named = re.search(r"iter_(\d+)", str(folder))
+    named = re.match(r"(?:.*/)?iter_(\d+)(?:/|$)", str(folder))  # the last of such names
     found = state.get("iteration") if isinstance(state, Mapping) else None
     if named and isinstance(found, int) and found != int(named[1]):
         raise CheckpointError(

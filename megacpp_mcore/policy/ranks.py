@@ -132,7 +132,7 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
             raise LaunchError(
                 f"{_named(lost)} of {size} did not come to {where} in {patience}, where {here} wait; {mend}"
             ) from error
-    _refuse_sizes({one: store.get(key).decode().split() for one, key in enumerate(keys)}, where)
+    _refuse_sizes({one: said.decode().split() for one, said in enumerate(store.multi_get(keys))}, where)
     yield
 
 

@@ -222,7 +222,8 @@ def test_no_checkpoint_is_an_error_where_the_run_insists_on_one(checkpointing: M
 
 
 def test_folders_that_were_swapped_are_refused(checkpointing: ModuleType, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "saved", 3, 5)
+    folder = saved(tmp_path / "iter_0000004" / "saved", 3, 5)
+    assert load(checkpointing, folder, arguments())
     (folder / "iter_0000005").rename(folder / "iter_0000007")
     (folder / "iter_0000003").rename(folder / "iter_0000005")
     with raises(CheckpointError, folder / "iter_0000005", "iteration 3 ", "expected 5", code="another-iteration"):

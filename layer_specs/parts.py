@@ -208,12 +208,12 @@ def compute_device() -> str:
 def backend_needs(config: TransformerConfig) -> dict[str, Any]:
     """Return what every op of a run with ``config`` requires of its backend (:class:`megacpp_mcore.backends.Support`).
 
-    Without a stock script it is unknown whether a row holds several documents, so that is assumed.
+    Without a stock script it is unknown whether a row holds several documents: ``packed`` is None.
     """
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     names = ("create_attention_mask_in_dataloader", "dataloader_inter_document_masking")
     return {
-        "packed": any(getattr(arguments, name, True) for name in names),
+        "packed": arguments and any(getattr(arguments, name, True) for name in names),
         "device": compute_device(),
         "dtype": config.params_dtype,
         "deterministic": config.deterministic_mode or torch.are_deterministic_algorithms_enabled(),

@@ -44,8 +44,7 @@ ARCHITECTURES = {
     "gfx942": Architecture(shared=64 << 10, untried="none has run on a GPU of AMD"),
 }  # fmt: skip
 """By name. ``indexer_dense`` is the dense warm-up of the indexer; ``routed_mlp`` has the kernels of ``grouped_mlp``. A test
-compares this with docs/compile.md, whose table the compiler writes; only on ``sm_90`` have kernels run and been compared, all
-but those of ``mla``."""
+compares this with docs/compile.md, whose table the compiler writes; only on ``sm_90`` have kernels run and been compared."""
 
 
 def archs(op: str) -> dict[str, str]:

@@ -41,6 +41,7 @@ class Candidate:
         probe: an additional check, run once before use.
         auto: whether ``auto`` may take it for all that it supports, or only for some requests among those; False: it runs
             only if requested by name, because it is less accurate, or no benchmark row shows that it is faster.
+        beyond: what the candidates after it support too, and are faster at: ``auto`` takes it for other requests only.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Candidate:
     requires: tuple[str, ...] = ()
     probe: Callable[[], ProbeResult] | None = None
     auto: Support | bool = True
+    beyond: Support | None = None
 
     def __post_init__(self) -> None:
         known = (*probes.REQUIREMENTS, *vendor_switches.NAMES)
@@ -60,6 +62,9 @@ class Candidate:
 
     def unproven(self, needs: Mapping[str, Any]) -> str | None:
         """Return why ``auto`` does not take it for a request that it supports, or None."""
+        known = {name: value for name, value in needs.items() if value is not None}
+        if self.beyond is not None and self.beyond.lacking(known) is None:
+            return f"it is for calls that are {' or '.join(self.beyond.excluded)}"
         return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
 
     def foreign(self, needs: Mapping[str, Any]) -> str | None:

@@ -52,8 +52,8 @@ _MLA_TRITON = Support(
     dtypes=("bfloat16", "float16"),
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
 )
-"""The widths at which its kernels compile without register spills and were compared with the reference. Until a benchmark has
-timed them, they are taken only where they are named."""
+"""The widths at which its kernels compile without register spills and were compared with the reference. Whole rows, and windows
+of them, are left to ``sdpa``: cuDNN is faster at the former, the latter are not timed."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
@@ -151,11 +151,11 @@ def own_candidates() -> tuple[Candidate, ...]:
     return (
         _candidate("mla", "flash4", kernel, _FLASH4, f"{ops}.mla.flash4:attend", ("flash4", CUDA),
                    probe=_probe(f"{ops}.mla.flash4:probe"), auto=Support(dtypes=("bfloat16",))),  # that of its rows
+        _candidate("mla", TRITON, kernel, dataclasses.replace(_MLA_TRITON, archs=archs("mla")), f"{ops}.mla.triton:attend",
+                   _GPU_TRITON, beyond=Support(packed=False, deterministic=False)),
         _candidate("mla", "sdpa", kernel, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
                    probe=_probe(f"{ops}.mla.flash4:probe_engine")),
-        _candidate("mla", TRITON, kernel, dataclasses.replace(_MLA_TRITON, archs=archs("mla")), f"{ops}.mla.triton:attend",
-                   _GPU_TRITON, auto=False),
         _candidate("routed_mlp", "quack", kernel, _EXPERTS_QUACK, f"{ops}.grouped_mlp.quack:routed_mlp",
                    ("quack", *_GPU_TRITON), probe=_probe(f"{ops}.grouped_mlp.quack:probe"), auto=_QUACK_IS_FASTER),
         *(

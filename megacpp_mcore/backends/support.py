@@ -69,6 +69,11 @@ class Support:
     deterministic: bool = True
     capturable: bool = True
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """The yes/no needs that it does not meet."""
+        return tuple(name for name in _OPTIONS if not getattr(self, name))
+
     def is_for(self, device: str | None) -> bool:
         """Return whether it is meant for ``device`` at all; None: the request has no device."""
         return device is None or device in self.devices
@@ -85,7 +90,7 @@ class Support:
 
         Args:
             needs: ``device``, ``dtype`` (torch's name, with or without its prefix), ``packed``, ``deterministic``,
-                ``capturable`` (whether it is needed), and sizes of dimensions; all may be left out.
+                ``capturable`` (whether it is needed; None: it may be), and sizes of dimensions; all may be left out.
 
         Raises:
             BackendError: unknown need.
@@ -112,7 +117,7 @@ class Support:
             dtype = str(value).removeprefix("torch.")
             return None if dtype in self.dtypes else f"dtype {dtype} is not one of {', '.join(self.dtypes)}"
         if name in _OPTIONS:
-            return _OPTIONS[name] if value and not getattr(self, name) else None
+            return _OPTIONS[name] if value is not False and not getattr(self, name) else None
         if isinstance(value, int) and not isinstance(value, bool):
             return self.dims[name].lacking(name, value) if name in self.dims else None
         raise BackendError(

@@ -312,6 +312,7 @@ def test_support_says_what_it_lacks_and_nothing_else(support: Support, needs: di
     assert Support().lacking(needs) is None
     (name, value), *_ = needs.items()
     if isinstance(value, bool):
+        assert support.lacking({name: None}) == reason
         assert support.lacking({name: False}) is None
 
 
@@ -326,7 +327,10 @@ def test_support_of_several_needs_and_of_an_unknown_one() -> None:
 @pytest.mark.parametrize(
     ("op", "needs", "name", "function"),
     [
-        ("mla", {}, "sdpa", "sdpa_attention"),
+        ("mla", {}, "triton", "attend"),
+        ("mla", {"packed": False}, "sdpa", "sdpa_attention"),
+        ("mla", {"packed": None, "window": 4095}, "sdpa", "sdpa_attention"),
+        ("mla", {"v_dim": 56}, "sdpa", "sdpa_attention"),
         ("mla", {"device": "cpu"}, "reference", "sdpa is for cuda"),
         ("mla", {"v_dim": 12}, "reference", "sdpa does not support this call: v_dim 12 is not a multiple of 8"),
         (
@@ -335,7 +339,8 @@ def test_support_of_several_needs_and_of_an_unknown_one() -> None:
             "reference",
             "sdpa does not support this call: dtype float32 is not one of",
         ),
-        ("mla", {"deterministic": True}, "reference", "sdpa does not support this call: its gradients can differ"),
+        ("mla", {"deterministic": True, "v_dim": 56}, "reference", "sdpa does not support this call: its gradients can differ"),
+        ("mla", {"deterministic": True, "packed": False}, "triton", "attend"),
         ("mamba3", {"device": "cpu"}, "reference", "triton is for cuda"),
         ("m2rnn", {"device": "cpu"}, "reference", "triton is for cuda"),
         ("sparse_mla", {"deterministic": True}, "triton", "attend"),

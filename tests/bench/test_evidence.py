@@ -36,6 +36,7 @@ def _rows(op: str, mine: str, theirs: str = "reference", work: str = "forward+ba
 EVIDENCE: Mapping[tuple[str, str], tuple[Columns, Columns]] = {
     ("mla", "sdpa"): _rows("mla", "sdpa"),
     ("mla", "flash4"): _rows("mla", "flash4", "sdpa"),
+    ("mla", "triton"): _rows("mla_packed", "triton", "sdpa"),
     ("routed_mlp", "quack"): _rows("routed_mlp", "quack", "triton"),
     ("indexer", "triton"): _rows("indexer", "triton", work="forward"),
     ("indexer_grad", "triton"): _rows("indexer_grad", "triton", work="gradient"),

@@ -50,7 +50,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "loss, optimizer, embedding, sums": ("linear_cross_entropy.", "adam.", "embedding.", "add."),
 }
 """The table's rows, and how the names of their kernels begin."""
-NOT_TIMED = ("dense warm-up of the indexer", "mla, 128/64")
+NOT_TIMED = ("dense warm-up of the indexer",)
 """Rows of which no benchmark on an H200 is committed."""
 
 

@@ -258,6 +258,7 @@ def evidence() -> Iterator[Line]:
     yield "op", "backend", "ms", "reference, ms", "times"
     for benchmark, backend, words, work in (
         ("mla", "sdpa", "", BOTH),
+        ("mla_packed", "triton", "", BOTH),
         ("sparse_mla", "triton", "heads=56", BOTH),
         ("indexer", "triton", "", "forward"),
         ("indexer_grad", "triton", "", "gradient"),
@@ -285,7 +286,7 @@ def megatrons() -> Iterator[Line]:
     """Megatrons and torches on the CPU, of each part the newest row."""
     cells: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows("megatrons_cpu"):
-        part = row["part"] if row["part"] != "steps" else row["found"].partition(" ")[0]
+        part = row["part"] if row["part"] != "steps" else row["found"].partition(" ")[0].rstrip(":")
         cells.setdefault((row["megatron"], row["torch"]), {})[part] = row
     figures = {
         "compat": r"(\d+ of \d+)",

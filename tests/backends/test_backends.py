@@ -339,7 +339,12 @@ def test_support_of_several_needs_and_of_an_unknown_one() -> None:
             "reference",
             "sdpa does not support this call: dtype float32 is not one of",
         ),
-        ("mla", {"deterministic": True, "v_dim": 56}, "reference", "sdpa does not support this call: its gradients can differ"),
+        (
+            "mla",
+            {"deterministic": True, "v_dim": 56},
+            "reference",
+            "sdpa does not support this call: its gradients can differ",
+        ),
         ("mla", {"deterministic": True, "packed": False}, "triton", "attend"),
         ("mamba3", {"device": "cpu"}, "reference", "triton is for cuda"),
         ("m2rnn", {"device": "cpu"}, "reference", "triton is for cuda"),

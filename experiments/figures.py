@@ -64,7 +64,8 @@ def number(value: float | str, per: float = 1.0) -> str:
 
 def op(benchmark: str, variant: str, words: str = "", work: str = BOTH, *, file: str = "bench_h200") -> Row:
     """Select the row of a variant of a benchmark, of 8192 tokens on an H200."""
-    return one(file, f"B=2 S=4096 {words}", benchmark=benchmark, variant=variant, work=work)
+    rows = "B=1 S=8192" if benchmark == "mla_packed" else "B=2 S=4096"
+    return one(file, f"{rows} {words}", benchmark=benchmark, variant=variant, work=work)
 
 
 def gigabytes(row: Row) -> str:

@@ -6,7 +6,9 @@ Provenance: megatron-core 0.19.2 ``core/transformer/moe/moe_logging.py`` and ``t
 
 The loop sums each loss over the layers and divides by a count of its own. In 0.19 that includes every depth of multi-token
 prediction, with experts or without, and of a hybrid pattern those experts twice. The count also is the size of the tensor of a
-pipeline stage without experts, and is not that of the others. Since #6748 upstream counts the layers.
+pipeline stage without experts, and is not that of the others. Since #6748 upstream counts the layers. Such a stage has the sum
+over the pipeline, but routers alone say over which ranks to go on: if it is the last, which prints, the share of one rank of
+tensor or context parallelism was logged.
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.patches.machinery.record import Edit, Patch
 
 _TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
+
+_REDUCED: Mapping[str, Mapping[str, str | bool]] = {
+    "load_balancing_loss": {"reduce_group": "tp_cp"},
+    "seq_load_balancing_loss": {"reduce_group": "tp_cp"},
+    "global_load_balancing_loss": {"reduce_group": "tp_dp_cp", "needs_dp_avg": False},
+    "z_loss": {"avg_group": "tp_dp_cp"},
+}
+"""How stock's ``TopKRouter`` has each loss reduced: the fields of ``MetricEntry``, groups by their names in a collection."""
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,9 +49,23 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
             bound.arguments |= {"num_layers": layers, "moe_layer_freq": [1] * count, "mtp_num_layers": None}
             if is_mended:
                 bound.arguments["num_moe_layers"] = count
+            _reduce_alike(bound.arguments["self"], bound.arguments.get("track_names") or (), layers)
         return original(*bound.args, **bound.kwargs)
 
     return report
+
+
+def _reduce_alike(tracker: Any, names: Iterable[str], layers: int) -> None:
+    """Give a stage whose layers recorded nothing the ranks over which the others reduce."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp_cp", "tp_dp_cp"])
+    for name in set(names) & _REDUCED.keys():
+        tracker.ensure_initialized(name, layers)
+        entry = tracker.metrics[name]
+        if entry.reduce_group is None and entry.avg_group is None:
+            for field, value in _REDUCED[name].items():
+                setattr(entry, field, getattr(groups, value) if isinstance(value, str) else value)
 
 
 def contributors(args: Any, *, is_mended: bool) -> int:
@@ -85,8 +109,9 @@ PATCH = Patch(
     name="moe-metrics",
     fixes=(
         "with multi-token prediction the log's MoE losses are too small: by the share of depths without experts, or of depths "
-        "that repeat one layer; in hybrid models pipeline stages with and without experts wait for each other, and since 0.20 "
-        "an expert layer behind another one in an MTP block ends in IndexError"
+        "that repeat one layer; in hybrid models pipeline stages with and without experts wait for each other, a last stage "
+        "without experts logs the share of one of its ranks, and since 0.20 an expert layer behind another one in an MTP "
+        "block ends in IndexError"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/moe_logging.py and megatron/training/training.py",
     edits=(

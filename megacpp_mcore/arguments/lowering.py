@@ -36,8 +36,9 @@ _UNUSED: Mapping[tuple[str, ...], str] = {
     ): "is of stock's Mamba-2; Mamba-3's sizes are the model's, `overrides: {mamba3: …}` in the file of MEGACPP_CONFIG",
     (
         "--linear-conv-kernel-dim", "--linear-key-head-dim", "--linear-value-head-dim", "--linear-num-key-heads",
-        "--linear-num-value-heads", "--linear-attention-freq",
-    ): "is of the gated delta net, which the model does not have",
+        "--linear-num-value-heads", "--linear-attention-freq", "--gdp-num-householder", "--gdp-cutedsl-kernel",
+        "--gdp-num-chunk-states-to-recompute",
+    ): "is of gated delta nets and products, which the model does not have",
     (
         "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--mrope-section",
         "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",

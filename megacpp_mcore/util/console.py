@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 TAIL_LINES = 15
 """Lines of the file that are shown when the process fails."""
+
+_USUAL = ("Overriding default arguments for tokenizer_type:", "Transformer Engine and Apex are not installed.")
+"""How Megatron's warnings begin that say nothing about what the command line asked for."""
 
 _stdout: TextIO | None = None
 """The console while :func:`redirected` is active."""
@@ -26,8 +30,9 @@ def say(message: str, end: str = "\n") -> None:
 def redirected(file: Path) -> Iterator[None]:
     """Until the context ends, append to ``file`` what Python code prints or logs, but for :func:`say` and our warnings.
 
-    What C and C++ libraries write, such as the last words of an aborted process, stays on the console: the redirection is
-    of ``sys.stdout``, ``sys.stderr`` and torch's log handlers.
+    Warnings of Megatron's training code, which tell of arguments that it ignores or changes, are on the console as well.
+    What C and C++ libraries write, such as the last words of an aborted process, stays there: the redirection is of
+    ``sys.stdout``, ``sys.stderr`` and torch's log handlers.
     """
     global _stdout
     # Left open: log handlers that Megatron makes meanwhile keep it for the rest of the process.
@@ -36,17 +41,30 @@ def redirected(file: Path) -> Iterator[None]:
         for handler in logging.getLogger("torch").handlers:
             if isinstance(handler, logging.StreamHandler) and (before := handler.setStream(log)) is not None:
                 stack.callback(setattr, handler, "stream", before)  # setStream flushes, which a full disk fails again
-        warnings = logging.StreamHandler(sys.stderr)
-        warnings.setLevel(logging.WARNING)
-        warnings.setFormatter(logging.Formatter("megacpp-mcore: %(levelname)s: %(message)s"))
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setLevel(logging.WARNING)
+        handler.setFormatter(logging.Formatter("megacpp-mcore: %(levelname)s: %(message)s"))
         ours = logging.getLogger("megacpp_mcore")
-        ours.addHandler(warnings)
-        stack.callback(ours.removeHandler, warnings)
+        ours.addHandler(handler)
+        stack.callback(ours.removeHandler, handler)
+        stack.callback(setattr, warnings, "showwarning", warnings.showwarning)
+        warnings.showwarning = _shown(warnings.showwarning)
         stack.callback(setattr, sys.modules[__name__], "_stdout", _stdout)
         _stdout = sys.stdout
         stack.enter_context(contextlib.redirect_stdout(log))
         stack.enter_context(contextlib.redirect_stderr(log))
         yield
+
+
+def _shown(write: Any) -> Any:
+    """Return ``warnings.showwarning`` that shows what :func:`redirected` says, and goes on by ``write``."""
+
+    def showwarning(message: Warning | str, category: type[Warning], filename: str, *more: Any) -> None:
+        write(message, category, filename, *more)
+        if "/megatron/training/" in Path(filename).as_posix() and not str(message).startswith(_USUAL):
+            say(f"Megatron: {message}")
+
+    return showwarning
 
 
 def tail(file: Path) -> str:

@@ -54,6 +54,10 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
         with console.redirected(log):
             print("Megatron's line")
             warnings.warn("deprecated", stacklevel=1)
+            for line, text in enumerate(
+                ("Disabling --async-save.", "Overriding default arguments for tokenizer_type:A")
+            ):
+                warnings.warn_explicit(text, UserWarning, "/site/megatron/training/utils/common_utils.py", line)
             torch.error("torch's line")
             logging.getLogger("megacpp_mcore.observe").warning("ours matters")
             logging.getLogger("megacpp_mcore.observe").info("ours does not")
@@ -63,7 +67,7 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
         torch.removeHandler(handler)
     print("afterwards")
     printed = capsys.readouterr()
-    assert printed.out == "our line\nafterwards\n"
+    assert printed.out == "Megatron: Disabling --async-save.\nour line\nafterwards\n"
     assert printed.err == "megacpp-mcore: WARNING: ours matters\n"
     text = log.read_text()
     assert "Megatron's line\n" in text

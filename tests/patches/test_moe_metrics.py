@@ -93,3 +93,37 @@ def test_loops_with_counts_of_their_own_are_left_alone(process: Path) -> None:
         tracker.record("z_loss", torch.tensor(8.0), 1, 4)
         tracker.report(loss_scale=1.0, iteration=1, num_layers=4, total_loss_dict=total)
     assert float(total["z_loss"]) == 2.0
+
+
+def test_a_stage_without_experts_reduces_as_the_others(process: Path) -> None:
+    """Stock leaves it at the sum over the pipeline."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+    from megatron.training import global_vars
+
+    args, names = arguments(), ["seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"]
+
+    def reductions() -> list[tuple[Any, Any]]:
+        with (
+            mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
+            mock.patch.object(torch.distributed, "all_reduce") as reduced,
+        ):
+            MoEMetricsTracker().report(
+                loss_scale=1.0, iteration=1, force_initialize=True, track_names=names, num_layers=4, moe_layer_freq=1
+            )
+        return [
+            (call.kwargs["group"], call.kwargs.get("op", torch.distributed.ReduceOp.SUM)) for call in reduced.mock_calls
+        ]
+
+    added, mean = torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG
+    stages = (parallel_state.get_pipeline_model_parallel_group(), added)
+    replicas = (reductions()[1][0], mean)
+    assert reductions() == [stages, replicas] * 3
+    with stock.patched(PATCH):
+        tensor = parallel_state.get_tensor_and_context_parallel_group()
+        every = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        assert reductions() == [
+            *(stages, (tensor, added), replicas),
+            *(stages, (every, added)),
+            *(stages, (every, mean), replicas),
+        ]

@@ -85,6 +85,12 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:  # torch's CheckpointException is no Exception
             # The message of raise_all names all keys that only one side has, the others the first that is missing.
             text = str(error)
+            if text.startswith("Detected load from a distributed checkpoint"):
+                raise CheckpointError(
+                    f"the checkpoint in {load_dir} is in the format torch_dist, and --ckpt-format says torch; expected the same: "
+                    "leave that out, or add --auto-detect-ckpt-format to load the one and save the other",
+                    code="other-format",
+                ) from error
             if f"{REMAINDER}." in text and ("optimizer.state.param." in text or "Unexpected keys" not in text):
                 raise CheckpointError(
                     f"the checkpoint in {load_dir} lacks {REMAINDER}, what weights leave of main parameters: Megatron by "

@@ -95,6 +95,15 @@ def test_remainders_that_megatron_saved_by_itself_are_refused_by_name(
         checkpointing._load_base_checkpoint(str(tmp_path), args, rank0=False, sharded_state_dict={"its": wanted})
 
 
+def test_a_distributed_checkpoint_is_refused_by_a_run_of_the_format_torch(
+    checkpointing: ModuleType, tmp_path: Path
+) -> None:
+    folder, args = saved(tmp_path, 6), arguments(use_dist_ckpt=False)
+    checkpointing._load_base_checkpoint(str(folder), args, rank0=True)
+    with raises(CheckpointError, str(folder), "--ckpt-format", "--auto-detect-ckpt-format", code="other-format"):
+        checkpointing._load_base_checkpoint(str(folder), args, rank0=False)
+
+
 @pytest.mark.parametrize("strides", [None, (3, 1)])
 def test_keys_of_a_checkpoint_are_listed_whatever_the_torch_that_wrote_it(
     checkpointing: ModuleType, tmp_path: Path, strides: tuple[int, int] | None

@@ -6,6 +6,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, tokens_path, output = sys.argv[1:]
@@ -33,6 +34,7 @@ with torch.no_grad():
     found["by two"] = model.generate(both[:, :cut], attention_mask=mask[:, :cut], **greedy)
     found["beams"] = model.generate(tokens[:, :cut], max_new_tokens=5, num_beams=3)
     rounded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16).eval()
+    found["offloaded"] = cpu_offload(copy.deepcopy(model), torch.device("cpu"))(tokens, use_cache=False).logits
     found["bf16"] = rounded(tokens, use_cache=False).logits
 model.train()
 model.gradient_checkpointing_enable()

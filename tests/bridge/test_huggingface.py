@@ -130,10 +130,11 @@ def test_bf16_rounds_as_megatrons_does(found: dict[str, Any], place: Path) -> No
     assert stock / 1.5 < ours < 1.5 * stock, (ours, stock)
 
 
-def test_padding_and_recompute_change_nothing(found: dict[str, Any]) -> None:
+def test_padding_offloading_and_recompute_change_nothing(found: dict[str, Any]) -> None:
     logits, padding = found["logits"], 7
     torch.testing.assert_close(found["padded"][0, padding:], logits[0, :-padding], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["padded"][1], logits[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["offloaded"], logits, rtol=0, atol=1e-5)
     assert torch.equal(found["by two"][1], found["generated"][0])
     assert len(found["beams"][0]) == CUT + 5
     torch.testing.assert_close(found["gradient True"], found["gradient False"])

@@ -131,6 +131,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _op("mla", "mla", "core attention of full MLA; stock's, also with the patch mla-core-attention", "heads qk v"),
         _op("mla_packed", "mla", "core attention of full MLA in rows of several documents", "heads qk v documents",
             covers="mla", full={"B": 1, "S": 8192, "documents": 8}, tiny={"documents": 3}),
+        _op("mla_window", "mla", "core attention of full MLA in a window", "heads qk v window",
+            covers="mla", full={"B": 1, "S": 16384, "window": 4095}, tiny={"window": 17}),
         _op("sparse_mla", "dsa", "absorbed attention to selected keys", "heads latent rope topk"),
         _op("indexer", "dsa", "selection of keys by the DSA indexer", f"{_INDEXER} topk"),
         _op("indexer_grad", "dsa", "gradient of the DSA indexer's loss", f"{_INDEXER} topk"),

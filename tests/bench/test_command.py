@@ -53,7 +53,7 @@ def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "says"),
     [
         ("mamba", "'mamba'; did you mean 'mamba3'"),
-        ("zzz", "'zzz'; known: mla, mla_packed"),
+        ("zzz", "'zzz'; known: mla, mla_packed, mla_window"),
         ("", "--all"),
         ("mla --all", "not both"),
         ("mla --set heads=x", "'heads=x'"),

@@ -19,7 +19,7 @@ from megacpp_mcore.bench.cases.peers import lacking, patched
 from megacpp_mcore.bench.catalog import BOUND, OURS, PEER, Options
 from megacpp_mcore.bench.problem import BOTH, Call, Draw, Floor, Inputs, Problem, Variant, on_leaves
 from megacpp_mcore.errors import BenchmarkError
-from megacpp_mcore.model.flops import Work, causal_pairs, product
+from megacpp_mcore.model.flops import Work, causal_pairs, product, selected_pairs
 from megacpp_mcore.ops.mla.reference import mla_attention
 from megacpp_mcore.ops.mla_projection import reference
 from megacpp_mcore.ops.testing import EARLY, early_causal_terms
@@ -38,13 +38,15 @@ PLAIN = "plain PyTorch"
 def mla(options: Options) -> Problem:
     """Compare every implementation on one set of queries, keys and values.
 
-    With a size ``documents``, each row has so many of one length, marked by their numbers, or packed for stock's seam.
+    With a size ``documents``, each row has so many of one length, marked by their numbers, or packed for stock's seam; with
+    ``window``, a query sees so many keys before its own.
 
     Raises:
         BenchmarkError: the documents do not fill the rows.
     """
     B, S, H, K, V = options.sizes("B", "S", "heads", "qk", "v")
     packed, documents = "documents" in options.shape, options.shape.get("documents", 1)
+    window = options.shape.get("window")
     if S % documents:
         raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
     draw, scale, length = Draw(options), K**-0.5, S // documents
@@ -53,7 +55,13 @@ def mla(options: Options) -> Problem:
         leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
         cotangents={"o": draw.normal(S, B, H, V)},
     )
-    attend = on_leaves(softmax_scale=scale, seq_idx=seq_idx_S.expand(B, S).contiguous() if packed else None)
+    how: dict[str, Any] = {
+        "softmax_scale": scale,
+        "seq_idx": seq_idx_S.expand(B, S).contiguous() if packed else None,
+        "window": window,
+    }
+    needs: dict[str, Any] = {"qk_dim": K, "v_dim": V, "packed": packed} | ({} if window is None else {"window": window})
+    attend = on_leaves(**how)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Return norms for errors; in the gradient of a document's first queries all cancels: they use the terms' norm."""
@@ -66,9 +74,10 @@ def mla(options: Options) -> Problem:
     # q, k, v, o and a float32 log-sum-exp a row; backward reads those and the gradient of o, and writes three gradients.
     forward = B * H * S * (draw.itemsize * (2 * K + 2 * V) + 4)
     backward = forward + B * H * S * draw.itemsize * (2 * K + 2 * V)
-    work = product(B * H * documents * causal_pairs(length) * (K + V))  # two products under the causal mask
-    stock = _stock(options, length if packed else None)
-    ours = list(Variant.candidates("mla", options, attend, qk_dim=K, v_dim=V, packed=packed))
+    pairs = causal_pairs(length) if window is None else selected_pairs(length, window + 1)
+    work = product(B * H * documents * pairs * (K + V))  # two products under the mask
+    stock = _stock(options, length if packed else None, window)
+    ours = list(Variant.candidates("mla", options, attend, **needs))
     ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
     graphs = [one.captured() for one in ours if one.name in ("sdpa", "triton", "flash4") and one.runs]
     made = Problem(
@@ -85,8 +94,11 @@ def mla(options: Options) -> Problem:
     return made
 
 
-def _stock(options: Options, length: int | None) -> list[Variant]:
-    """Return stock's module and the same with the patch, in packed documents of ``length`` tokens; None: in whole rows."""
+def _stock(options: Options, length: int | None, window: int | None) -> list[Variant]:
+    """Return stock's module and the same with the patch, in packed documents of ``length`` tokens; None: in whole rows.
+
+    The patch leaves a ``window`` to stock.
+    """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -104,7 +116,7 @@ def _stock(options: Options, length: int | None) -> list[Variant]:
     config = MLATransformerConfig(
         num_layers=1, hidden_size=H * V, num_attention_heads=H, qk_head_dim=K // 2, qk_pos_emb_head_dim=K - K // 2,
         v_head_dim=V, attention_dropout=0.0, bf16=options.dtype == "bfloat16", params_dtype=getattr(torch, options.dtype),
-        masked_softmax_fusion=False,
+        masked_softmax_fusion=False, window_size=None if window is None else (window, 0),
     )  # fmt: skip
     with patched(PATCH):  # without the patch, stock's local module does not accept these widths
         core = (TEDotProductAttention if engine else DotProductAttention)(
@@ -129,13 +141,17 @@ def _stock(options: Options, length: int | None) -> list[Variant]:
     peer = Variant.of(stock, PEER, seam)
     if length and not engine:
         peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone")
-    return [peer, Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]
+    return [peer, *([] if window else [Variant.of(patch, OURS, seam, around=partial(patched, PATCH))])]
 
 
-def _plain(*q_k_v: torch.Tensor, softmax_scale: float, seq_idx: torch.Tensor | None) -> torch.Tensor:
+def _plain(
+    *q_k_v: torch.Tensor, softmax_scale: float, seq_idx: torch.Tensor | None, window: int | None
+) -> torch.Tensor:
     """Attend with every step rounded to the dtype, one head at a time."""
     S = len(q_k_v[0])
     seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=q_k_v[0].device).tril()
+    if window is not None:
+        seen_BST = seen_BST.triu(-window)
     if seq_idx is not None:
         seen_BST = seen_BST & (seq_idx[:, :, None] == seq_idx[:, None, :])
 

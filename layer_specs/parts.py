@@ -211,7 +211,7 @@ def backend_needs(config: TransformerConfig) -> dict[str, Any]:
     Without a stock script it is unknown whether a row holds several documents: ``packed`` is None.
     """
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
-    names = ("create_attention_mask_in_dataloader", "dataloader_inter_document_masking")
+    names = ("reset_attention_mask", "dataloader_inter_document_masking")
     return {
         "packed": arguments and any(getattr(arguments, name, True) for name in names),
         "device": compute_device(),

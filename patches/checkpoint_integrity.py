@@ -88,7 +88,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
             if text.startswith("Detected load from a distributed checkpoint"):
                 raise CheckpointError(
                     f"the checkpoint in {load_dir} is in the format torch_dist, and --ckpt-format says torch; expected the same: "
-                    "leave that out, or add --auto-detect-ckpt-format to load the one and save the other",
+                    "leave that flag out, or add --auto-detect-ckpt-format, which loads torch_dist and saves torch",
                     code="other-format",
                 ) from error
             if f"{REMAINDER}." in text and ("optimizer.state.param." in text or "Unexpected keys" not in text):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
@@ -49,16 +49,17 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
             bound.arguments |= {"num_layers": layers, "moe_layer_freq": [1] * count, "mtp_num_layers": None}
             if is_mended:
                 bound.arguments["num_moe_layers"] = count
-            _reduce_alike(bound.arguments["self"], bound.arguments.get("track_names") or (), layers)
+            _reduce_alike(bound.arguments, layers)
         return original(*bound.args, **bound.kwargs)
 
     return report
 
 
-def _reduce_alike(tracker: Any, names: Iterable[str], layers: int) -> None:
-    """Give a stage whose layers recorded nothing the ranks over which the others reduce."""
+def _reduce_alike(given: Mapping[str, Any], layers: int) -> None:
+    """Give a stage whose layers recorded nothing the ranks over which the others reduce; ``given`` are report's arguments."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    tracker, names = given["self"], given.get("track_names") or ()
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp_cp", "tp_dp_cp"])
     for name in set(names) & _REDUCED.keys():
         tracker.ensure_initialized(name, layers)
@@ -131,7 +132,7 @@ PATCH = Patch(
     ),
     seam="the tracker's two methods: what layers add, and the one report of a step, which is told the counts",
     leaves_alone="the losses that are trained; values by layer; the loop's other metrics; loops without Megatron's arguments",
-    cost="nothing",
+    cost="one small all-reduce a step more",
     retire_when="upstream counts the layers that have added",
     upstream=(6748, 7172),
 )

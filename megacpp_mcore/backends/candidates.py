@@ -53,7 +53,7 @@ _MLA_TRITON = Support(
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
 )
 """The widths at which its kernels compile without register spills and were compared with the reference. Whole rows, and windows
-of them, are left to ``sdpa``: cuDNN is faster at the former, the latter are not timed."""
+of them, are left to ``sdpa``: cuDNN is faster at the former, and of the latter ``mla_window`` has no row yet."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),

@@ -113,12 +113,12 @@ class NAM56RNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-class NAM56RMatrix(nn.Linear):
-    """A linear layer whose matrix is needed as such, by a call: where weights are offloaded, they are there within one."""
+class NAM56RGate(nn.Linear):
+    """The router's linear layer, in float32."""
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        """``[..., D] -> [..., E]``; without ``x`` the matrix ``[E, D]``."""
-        return self.weight if x is None else super().forward(x)
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., D] -> [..., N]``."""
+        return F.linear(x.float(), self.weight.float())
 
 
 class NAM56RMLP(nn.Module):
@@ -186,7 +186,7 @@ class NAM56RAttention(nn.Module):
         self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * query, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent + self.rotary, bias=False)
         self.kv_a_layernorm = NAM56RNorm(self.latent, eps)
-        self.kv_b_proj = NAM56RMatrix(self.latent, self.heads * (self.content + self.value), bias=False)
+        self.kv_b_proj = nn.Linear(self.latent, self.heads * (self.content + self.value), bias=False)
         self.o_proj = nn.Linear(self.heads * self.value, config.hidden_size, bias=False)
         if self.role == "F":
             self.indexer = NAM56RIndexer(config, layer)
@@ -224,7 +224,9 @@ class NAM56RAttention(nn.Module):
     ) -> Tensor:
         if index is None:
             raise ValueError(f"layer {self.layer} attends to another layer's keys, and no layer before it selects any")
-        k_up_HCL, v_up_HVL = self.kv_b_proj().unflatten(0, (self.heads, -1)).split([self.content, self.value], 1)
+        # By a call, within which offloaded or divided weights are there; adapters take part in it.
+        up_XL = self.kv_b_proj(torch.eye(self.latent, dtype=latent.dtype, device=latent.device)).mT
+        k_up_HCL, v_up_HVL = up_XL.unflatten(0, (self.heads, -1)).split([self.content, self.value], 1)
         q = torch.cat([torch.einsum("bshc,hcl->bshl", content, k_up_HCL), q_rotary], dim=-1)
         kv = torch.cat([latent, k_rotary.squeeze(2)], dim=-1)
         if step.cache is not None:
@@ -247,7 +249,7 @@ class NAM56RExperts(nn.Module):
         super().__init__()
         experts, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.topk = config.num_experts_per_tok
-        self.gate = NAM56RMatrix(hidden, experts, bias=False)
+        self.gate = NAM56RGate(hidden, experts, bias=False)
         self.e_score_correction_bias = nn.Parameter(torch.zeros(experts), requires_grad=False)
         self.up_proj = nn.Parameter(torch.empty(experts, width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
@@ -256,7 +258,7 @@ class NAM56RExperts(nn.Module):
     def forward(self, hidden: Tensor, _: Step) -> Tensor:
         """``[B, S, D] -> [B, S, D]``: top-k experts by biased score, weighted by their scores, and the shared one."""
         x = hidden.flatten(0, 1)
-        score = torch.sigmoid(F.linear(x.float(), self.gate().float()))
+        score = torch.sigmoid(self.gate(x))
         biased = score.detach() + self.e_score_correction_bias.float()
         chosen = biased.sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
         weight = score.gather(1, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections import deque
@@ -59,9 +60,10 @@ def redirected(file: Path) -> Iterator[None]:
 def _shown(write: Any) -> Any:
     """Return ``warnings.showwarning`` that shows what :func:`redirected` says, and goes on by ``write``."""
 
-    def showwarning(message: Warning | str, category: type[Warning], filename: str, *more: Any) -> None:
-        write(message, category, filename, *more)
-        if "/megatron/training/" in Path(filename).as_posix() and not str(message).startswith(_USUAL):
+    def showwarning(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
+        write(message, category, filename, *more, **named)
+        is_theirs = category is UserWarning and "/megatron/training/" in Path(filename).as_posix()
+        if is_theirs and os.environ.get("RANK", "0") == "0" and not str(message).startswith(_USUAL):
             say(f"Megatron: {message}")
 
     return showwarning

@@ -106,9 +106,16 @@ def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: st
         }
 
 
+def test_whole_rows_are_left_to_what_is_faster_at_them() -> None:
+    pairs = _rows("mla", "triton", "sdpa")
+    triton = [row for row in _committed() if pairs[0].items() <= row.items()][-1]
+    (sdpa,) = (row for row in _committed() if pairs[1].items() <= row.items() and row["commit"] == triton["commit"])
+    assert float(triton["ms"]) / float(sdpa["ms"]) > 1 + NOISE
+
+
 @pytest.mark.parametrize("which", EVIDENCE)
 def test_the_rows_say_that_it_is_the_better_one(which: tuple[str, str]) -> None:
-    """The last of each, of one run on one GPU, both with a right result; by more than equal runs part."""
+    """The last of it, and the other of the same run on one GPU, both with a right result; by more than equal runs part."""
     rows = _committed()
     ours, others = ([row for row in rows if columns.items() <= row.items()] for columns in EVIDENCE[which])
     mine = ours[-1]

@@ -43,8 +43,10 @@ def test_a_folder_that_is_a_link_to_nothing_or_to_itself_is_refused(leads_to: st
 
 
 def test_only_our_lines_and_warnings_are_left_on_the_console(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what Megatron says of arguments, by the first rank."""
+    monkeypatch.delenv("RANK", raising=False)
     log = tmp_path / "log"
     torch = logging.getLogger("torch")
     handler = logging.StreamHandler()
@@ -54,10 +56,14 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
         with console.redirected(log):
             print("Megatron's line")
             warnings.warn("deprecated", stacklevel=1)
+            theirs = "/site/megatron/training/utils/common_utils.py"
             for line, text in enumerate(
                 ("Disabling --async-save.", "Overriding default arguments for tokenizer_type:A")
             ):
-                warnings.warn_explicit(text, UserWarning, "/site/megatron/training/utils/common_utils.py", line)
+                warnings.warn_explicit(text, UserWarning, theirs, line)
+            warnings.warn_explicit("a function is deprecated", FutureWarning, theirs, 3)
+            monkeypatch.setenv("RANK", "1")
+            warnings.warn_explicit("Disabling --async-save.", UserWarning, theirs, 4)
             torch.error("torch's line")
             logging.getLogger("megacpp_mcore.observe").warning("ours matters")
             logging.getLogger("megacpp_mcore.observe").info("ours does not")

@@ -35,7 +35,7 @@ from megacpp_mcore.errors import ArgumentMismatchError, ModelError
 from megacpp_mcore.layer_specs import nam56r
 from megacpp_mcore.layer_specs.initial import filled
 from megacpp_mcore.layer_specs.nam56r import check_layout
-from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, parts_for
+from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, backend_needs, parts_for
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.m2rnn import reference
 from megacpp_mcore.ops.mamba3.reference import mamba3
@@ -756,3 +756,20 @@ def test_what_stock_has_in_transformer_engine_alone_is_refused(
     config.transformer_impl = "local"
     monkeypatch.delenv(probes.DISABLE_TE)
     assert parts_for(config).norm is TorchNorm
+
+
+@pytest.mark.parametrize(
+    ("reset", "packs", "packed"), [(False, False, False), (True, False, True), (False, True, True), (None, None, None)]
+)
+def test_rows_are_packed_where_the_arguments_say_so(
+    reset: bool | None, packs: bool | None, packed: bool | None
+) -> None:
+    """Whatever mask Megatron makes; without arguments nothing is known."""
+    arguments = SimpleNamespace(
+        reset_attention_mask=reset, dataloader_inter_document_masking=packs, create_attention_mask_in_dataloader=True
+    )
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", None if reset is None else arguments):
+        needs = backend_needs(
+            SimpleNamespace(params_dtype=torch.bfloat16, deterministic_mode=False, cuda_graph_impl="none")
+        )
+    assert needs["packed"] is packed

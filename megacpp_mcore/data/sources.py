@@ -371,8 +371,16 @@ def _read_rows(piece: Piece, skipped: list[Skipped] | None, column: str) -> Iter
         if piece.offset >= table.num_row_groups:
             return
         first = sum(table.metadata.row_group(group).num_rows for group in range(piece.offset))
-        values = table.read_row_group(piece.offset, columns=[column])[column].to_pylist()
-    for row, value in enumerate(values, first):
+        values = table.read_row_group(piece.offset, columns=[column])[column]
+    # Nothing has checked that the bytes of a column of strings are text.
+    binary = {"string": "binary", "large_string": "large_binary"}.get(str(values.type))
+    for row, value in enumerate((values.cast(binary) if binary else values).to_pylist(), first):
+        if binary and value is not None:
+            try:
+                value = value.decode("utf-8")
+            except UnicodeDecodeError as error:
+                _refuse(piece.source, row, f"byte {error.start} of its text is not UTF-8", skipped)
+                continue
         if not isinstance(value, str):
             _refuse(piece.source, row, f"the value of {column!r} is a {type(value).__name__}, no string", skipped)
         elif value:

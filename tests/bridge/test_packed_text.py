@@ -30,6 +30,8 @@ pq.write_table(pa.table({"id": list(range(900)), "code": texts}), folder / "tabl
 (folder / "cut.parquet").write_bytes((folder / "table.parquet").read_bytes()[:-3])
 texts[400] = None
 pq.write_table(pa.table({"code": texts}), folder / "holes.parquet", row_group_size=250)
+_, ends, characters = pa.array([b"a", b"b", b"c", b"d\\xff"]).buffers()
+pq.write_table(pa.table({"code": pa.StringArray.from_buffers(4, ends, characters)}), folder / "bytes.parquet")
 """
 
 
@@ -60,6 +62,7 @@ def test_it_gives_the_dataset_of_plain_lines(bridge_python: Path, folder: Path, 
         ("cut.parquet", "code", ["cut.parquet cannot be unpacked", "restore it from a copy"]),
         ("table.parquet", "text", ["no column 'text'; found id, code: --json-key"]),
         ("holes.parquet", "code", ["holes.parquet, row 400: the value of 'code' is a NoneType"]),
+        ("bytes.parquet", "code", ["bytes.parquet, row 3: byte 1 of its text is not UTF-8"]),
     ],
 )
 def test_what_cannot_be_read_is_named(

@@ -284,6 +284,8 @@ def configured(chosen: Recipe, overrides: Sequence[str]) -> Any:
     for override in overrides:
         check_override(config, override)
     keys = [override.partition("=")[0] for override in overrides]
+    fields = [key.removeprefix("model.") for key in keys if key.startswith("model.")]
+    lowering.check_unused([f"--{field.replace('_', '-')}" for field in fields])  # Megatron's flags are named after them
     before = {key: _value(config, key) for key in keys}
     try:
         process_config_with_overrides(config, cli_overrides=list(overrides))

@@ -87,7 +87,7 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
             text = str(error)
             if text.startswith("Detected load from a distributed checkpoint"):
                 raise CheckpointError(
-                    f"the checkpoint in {load_dir} is in the format torch_dist, and --ckpt-format says torch; expected the same: "
+                    f"the checkpoint in {load_dir} is in the format torch_dist, and --ckpt-format says torch: "
                     "leave that flag out, or add --auto-detect-ckpt-format, which loads torch_dist and saves torch",
                     code="other-format",
                 ) from error

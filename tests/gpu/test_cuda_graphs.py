@@ -35,7 +35,7 @@ STAGES = {1: "AEAE|AMRA", 2: "AEA|ME|ARA|ME"}
 """Patterns of a pipeline of two by its virtual stages; a stage with two sparse layers has a Full one and its Shared one."""
 CUT, DIVIDED = Layout(tensor=2, sequence_parallel=True), Layout(expert=2)
 PACKED: tuple[dict[str, Any], tuple[str, ...]] = (
-    # Without full MLA, of whose kernels one has a fixed order of sums.
+    # Without full MLA, of whose kernels only `triton` has a fixed order of sums; that has not been tried in graphs.
     {**SIZES, **SPARSE, "dsa": {"schedule": "FS", "indexer_head_dim": 64}},
     ("--deterministic-mode", "--dataloader-inter-document-masking"),
 )

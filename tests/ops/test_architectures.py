@@ -54,7 +54,7 @@ def test_a_gpu_has_launch_options_of_its_own(monkeypatch: pytest.MonkeyPatch, ar
     own |= {"chunk_scan_fwd": uncapped | wide, "chunk_scan_bwd_keys": wide} if state == 128 else {}
     own = {
         name: dict(how.items() - tuned[name].items()) for name, how in own.items()
-    }  # which newer versions of Triton have
+    }  # newer Tritons have some already
     assert changed == ({name: how for name, how in own.items() if how} if arch == "sm_100" else {})
 
 

@@ -1,8 +1,10 @@
 """Draw the losses of an experiment's arms by tokens and by seconds, from the table of ``experiments.train --curves``.
 
-    python -m experiments.curves experiments/results/twins_curves_h200.csv docs/twins.svg
+    cd experiments/results
+    python -m experiments.curves twins_curves_h200.csv twins.svg --rows twins_h200.csv
 
-A line is the mean of an arm's seeds; the area around it ends at their extremes.
+A line is the mean of an arm's seeds; the area around it ends at their extremes. With ``--rows``, the table of the runs, seconds
+are those of the arm's fastest run, at its median step: where runs shared a card, their own clocks are of both.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("table", type=Path)
     parser.add_argument("plot", type=Path, help="an .svg to write")
+    parser.add_argument("--rows", type=Path, help="the table of the runs, for the seconds of a step")
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--from-step", type=int, default=50, help="leave out earlier points")
     args = parser.parse_args(argv)
@@ -36,6 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"{args.table} has no point from step {args.from_step} on; expected rows of experiments.train --curves"
         )
+    if args.rows:
+        with args.rows.open(newline="", encoding="utf-8") as file:
+            found = list(csv.DictReader(file))
+        for arm, by_step in points.items():
+            times = [float(row["step_ms"]) for row in found if row["arm"] == arm and row["step_ms"]]
+            if not times:
+                parser.error(f"{args.rows} has no step_ms of {arm}; expected the table of the same runs")
+            for step, rows in by_step.items():
+                for row in rows:
+                    row["seconds"] = str(step * min(times) / 1e3)
     draw(points, args.plot)
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,13 @@ BLOCK = re.compile(r"(?<=<!-- figures: )(\w+) -->\n.*?(?=<!-- end of figures -->
 BOTH = "forward+backward"
 FLASH4 = "bench_flash4_h200"
 """The run with FlashAttention-4."""
+BYTES_A_TOKEN = 24_546_564 / 6_444_168
+"""Of the held-out text of ``experiments/twins.yaml``, by its manifest."""
+TWINS = {
+    "nam56r": ("NAM56R", 237_593_408),
+    "dense": ("stock GPTModel, dense", 139_466_496),
+}
+"""By arm of it, what it is and its parameters, as Megatron counts them."""
 
 Row = Mapping[str, str]
 Line = Sequence[str]
@@ -315,9 +323,32 @@ def long() -> Iterator[Line]:
         yield row["arm"], str(count), speed, number(float(row["mfu"]) * 100), gigabytes(row)
 
 
+def twins() -> Iterator[Line]:
+    """Models of ``experiments/twins.yaml`` that were trained to the end; the speed is that of the fastest run."""
+    yield (
+        "",
+        "parameters, millions",
+        "runs",
+        "bits a byte, held out",
+        "training loss",
+        "tokens/s alone",
+        "seconds for all tokens",
+    )
+    whole = [row for row in rows("twins_h200") if int(row["steps"]) == 800]
+    for arm, (what, parameters) in TWINS.items():
+        runs = [row for row in whole if row["arm"] == arm]
+        losses = [dict(word.split(":") for word in row["losses"].split()) for row in runs]
+        bits = sorted(float(each["heldout"]) / math.log(2) / BYTES_A_TOKEN for each in losses)
+        trained = sorted(float(each["lm_loss"]) for each in losses)
+        ends = (f"{each[0]:.3f} to {each[-1]:.3f}" for each in (bits, trained))
+        fastest = min(runs, key=lambda row: float(row["step_ms"]))
+        speed = number(fastest["tokens_per_s"]), number(int(fastest["steps"]) * float(fastest["step_ms"]), 1e3)
+        yield what, f"{parameters / 1e6:.1f}", str(len(runs)), *ends, *speed
+
+
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
     each.__name__: each
-    for each in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long)
+    for each in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long, twins)
 }
 
 

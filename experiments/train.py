@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = _row(args, model, (arm, seed), folder, steps, other)
             table.append(row)
             for point in _curve(steps) if curves else ():
-                curves.append({name: row[name] for name in CURVE[:3]} | point)
+                curves.append({name: row[name] for name in (*CURVE[:3], "commit")} | point)
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
     return int(bool(failures))
 

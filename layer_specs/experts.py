@@ -171,6 +171,10 @@ def why_stock_experts(config: TransformerConfig) -> str | None:
             getattr(arguments, "use_megatron_fsdp", False),
             "--use-megatron-fsdp, whose checkpoints number experts by name",
         ),
+        (
+            getattr(arguments, "save_tokens_per_expert_interval", None),
+            "--save-tokens-per-expert-interval, which reads the input of Transformer Engine's experts",
+        ),
         (optimizer not in _ELEMENTWISE, f"--optimizer {optimizer}, which takes matrices one by one"),
         (config.recompute_granularity == "selective" and kept, f"--recompute-modules moe_act in {config.params_dtype}"),
     ):

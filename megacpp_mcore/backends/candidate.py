@@ -64,7 +64,7 @@ class Candidate:
         """Return why ``auto`` does not take it for a request that it supports, or None."""
         known = {name: value for name, value in needs.items() if value is not None}
         if self.beyond is not None and self.beyond.lacking(known) is None:
-            return f"it is for calls that are {' or '.join(self.beyond.excluded)}"
+            return f"it is for calls that need {' or '.join(self.beyond.excluded)}"
         return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
 
     def foreign(self, needs: Mapping[str, Any]) -> str | None:

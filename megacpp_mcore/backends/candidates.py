@@ -27,6 +27,7 @@ _REFERENCE = Support(capturable=False)
 _GPU_TRITON = (CUDA, TRITON)
 TRITON_FP8 = "triton_fp8"
 _EIGHTS = Dim(multiple_of=8)
+_WHOLE = {"window": Dim(largest=0)}
 
 _SDPA = Support(
     devices=("cuda",),
@@ -39,12 +40,12 @@ _SDPA = Support(
 _FLASH4 = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,)), "window": Dim(largest=0)},
+    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))} | _WHOLE,
 )
 """The widths at which it was compared with the reference, without a window.
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
-_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False, dims=dict(_SDPA.dims) | {"window": Dim(largest=0)})
+_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False, dims=dict(_SDPA.dims) | _WHOLE)
 """With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine."""
 
 _MLA_TRITON = Support(
@@ -52,8 +53,8 @@ _MLA_TRITON = Support(
     dtypes=("bfloat16", "float16"),
     dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
 )
-"""The widths at which its kernels compile without register spills and were compared with the reference. Whole rows, and windows
-of them, are left to ``sdpa``: cuDNN is faster at the former, and of the latter ``mla_window`` has no row yet."""
+"""The widths at which its kernels compile without register spills and were compared with the reference. Whole rows without a
+window are left to ``sdpa``: cuDNN is faster at them."""
 
 _MAMBA3_TRITON = Support(
     devices=("cuda",),
@@ -152,7 +153,7 @@ def own_candidates() -> tuple[Candidate, ...]:
         _candidate("mla", "flash4", kernel, _FLASH4, f"{ops}.mla.flash4:attend", ("flash4", CUDA),
                    probe=_probe(f"{ops}.mla.flash4:probe"), auto=Support(dtypes=("bfloat16",))),  # that of its rows
         _candidate("mla", TRITON, kernel, dataclasses.replace(_MLA_TRITON, archs=archs("mla")), f"{ops}.mla.triton:attend",
-                   _GPU_TRITON, beyond=Support(packed=False, deterministic=False)),
+                   _GPU_TRITON, beyond=Support(packed=False, deterministic=False, dims=_WHOLE)),
         _candidate("mla", "sdpa", kernel, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
         _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
                    probe=_probe(f"{ops}.mla.flash4:probe_engine")),

@@ -71,8 +71,9 @@ class Support:
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The yes/no needs that it does not meet."""
-        return tuple(name for name in _OPTIONS if not getattr(self, name))
+        """The needs that it does not meet, whatever their size."""
+        none = (name for name, dim in self.dims.items() if dim.largest == 0)
+        return (*(name for name in _OPTIONS if not getattr(self, name)), *none)
 
     def is_for(self, device: str | None) -> bool:
         """Return whether it is meant for ``device`` at all; None: the request has no device."""

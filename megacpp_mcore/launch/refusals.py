@@ -53,7 +53,7 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
     """Refuse what the words show to be wrong, on this machine where they are for it, and Megatron would not refuse as well.
 
     Raises:
-        LaunchError: there is nothing to load, or no step to save at, to evaluate at or to train to.
+        LaunchError: there is nothing to load, or no step to save at, to evaluate at or to train to; or a loader is missing.
     """
     given = flags.read(words)
     counts = ("train-iters", "eval-interval", "save-interval")
@@ -68,6 +68,11 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
                 f"--lr-warmup-{unit} is {warmup}, and the learning rate's schedule ends at {decay} (--lr-decay-{unit}, by "
                 f"default --train-{unit}); expected a shorter warm-up: add --lr-warmup-{unit} {decay // 10}"
             )
+    if flags.first(given, "--dataloader-type") == "external":
+        raise LaunchError(
+            "--dataloader-type external takes loaders from a script of one's own; expected single or cyclic, as both "
+            "Megatron's scripts and the launcher give datasets"
+        )
     save, load = (flags.first(given, f"--{name}") for name in ("save", "load"))
     if save and interval is None:
         raise LaunchError(

@@ -63,6 +63,8 @@ def output(text: str) -> str:
 
 def utf8(text: str) -> str:
     """Parse text for argparse: words of a command line that are not UTF-8 arrive with surrogates, which no tokenizer takes."""
+    if not text:
+        raise argparse.ArgumentTypeError("found '', expected at least a character")
     try:
         text.encode()
     except UnicodeEncodeError as error:

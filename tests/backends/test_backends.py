@@ -329,8 +329,8 @@ def test_support_of_several_needs_and_of_an_unknown_one() -> None:
     [
         ("mla", {}, "triton", "attend"),
         ("mla", {"packed": False}, "sdpa", "sdpa_attention"),
-        ("mla", {"packed": None, "window": 4095}, "sdpa", "sdpa_attention"),
-        ("mla", {"window": 4095}, "triton", "attend"),
+        ("mla", {"packed": False, "window": 0}, "sdpa", "sdpa_attention"),
+        ("mla", {"packed": False, "window": 4095}, "triton", "attend"),
         ("mla", {"packed": None, "deterministic": True}, "triton", "attend"),
         ("mla", {"v_dim": 56}, "sdpa", "sdpa_attention"),
         ("mla", {"device": "cpu"}, "reference", "sdpa is for cuda"),

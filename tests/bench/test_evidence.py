@@ -106,11 +106,12 @@ def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: st
         }
 
 
-def test_whole_rows_are_left_to_what_is_faster_at_them() -> None:
-    pairs = _rows("mla", "triton", "sdpa")
-    triton = [row for row in _committed() if pairs[0].items() <= row.items()][-1]
-    (sdpa,) = (row for row in _committed() if pairs[1].items() <= row.items() and row["commit"] == triton["commit"])
-    assert float(triton["ms"]) / float(sdpa["ms"]) > 1 + NOISE
+@pytest.mark.parametrize(("rows", "faster", "other"), [("mla", "sdpa", "triton"), ("mla_window", "triton", "sdpa")])
+def test_whole_rows_and_windows_go_to_what_is_faster_at_them(rows: str, faster: str, other: str) -> None:
+    pairs = _rows(rows, other, faster)
+    slow = [row for row in _committed() if pairs[0].items() <= row.items() and row["ms"]][-1]
+    (fast,) = (row for row in _committed() if pairs[1].items() <= row.items() and row["commit"] == slow["commit"])
+    assert float(slow["ms"]) / float(fast["ms"]) > 1 + NOISE
 
 
 @pytest.mark.parametrize("which", EVIDENCE)

@@ -171,7 +171,15 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("no sharing", "3", "96"),
         ("one", "3", "96"),
     ]
-    assert draw_curves([str(points), str(tmp_path / "plot.svg"), "--from-step", "1"]) == 0
+    words = [str(points), str(tmp_path / "plot.svg"), "--from-step", "1"]
+    assert draw_curves(words) == 0
+    of_clocks = (tmp_path / "plot.svg").read_text()
+    (tmp_path / "rows.csv").write_text("arm,step_ms\none,9e6\none,8e6\nno sharing,9e6\n")
+    assert draw_curves([*words, "--rows", str(tmp_path / "rows.csv")]) == 0
+    assert (tmp_path / "plot.svg").read_text() != of_clocks
+    (tmp_path / "rows.csv").write_text("arm,step_ms\none,\n")
+    with pytest.raises(SystemExit):
+        draw_curves([*words, "--rows", str(tmp_path / "rows.csv")])
     drawn = (tmp_path / "plot.svg").read_text()
     assert all(word in drawn for word in ("no sharing", "tokens, millions", "seconds"))
     with pytest.raises(SystemExit):

@@ -177,11 +177,18 @@ def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, f
     [
         ("quant_recipe", object(), "FP8 experts"),
         ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
+        ("save_tokens_per_expert_interval", 5, "--save-tokens-per-expert-interval"),
     ],
 )
-def test_what_stock_alone_can_do_is_stocks_and_the_reason(config: Any, field: str, value: Any, says: str) -> None:
+def test_what_stock_alone_can_do_is_stocks_and_the_reason(
+    config: Any, field: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert choose_experts(config, Dispatcher()).observed == OWN_EXPERTS
-    setattr(config, field, value)
+    if hasattr(config, field):
+        setattr(config, field, value)
+    else:
+        arguments = SimpleNamespace(optimizer="adam", **{field: value})
+        monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", arguments)
     chosen = choose_experts(config, Dispatcher())
     assert (chosen.requested, chosen.observed) == ("auto", STOCK)
     assert says in chosen.reason

@@ -10,14 +10,13 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 
 from megacpp_mcore import policy
 from megacpp_mcore.arguments.read import RUN
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
+from megacpp_mcore.layer_specs.parts import Mixer, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part, inexact_rows
 from megacpp_mcore.model import Model
 from megacpp_mcore.ops.initializers import constant, inverse_softplus_of_step, ones
@@ -174,10 +173,3 @@ class Mamba3Mixer(Mixer):
         """Return a parameter as ``[H, R, width]``; None if the model lacks it (SISO and ``mimo_*``)."""
         parameter = getattr(self, name, None)
         return None if parameter is None else self.context.own(parameter).view(self.heads, self.ssm.mimo_rank, width)
-
-
-def mamba(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """Build the spec of an M layer's mixer."""
-    return ModuleSpec(
-        module=Mamba3Mixer, params={"model": model, "row_linear": parts.row_linear, "dispatcher": dispatcher}
-    )

@@ -43,11 +43,11 @@ from megacpp_mcore.layer_specs.experts import choose_experts, expert_layer_spec
 from megacpp_mcore.layer_specs.graphs import check_graphs, graph_plan
 from megacpp_mcore.layer_specs.initial import set_start
 from megacpp_mcore.layer_specs.layer_plan import layer_plan
-from megacpp_mcore.layer_specs.mamba import mamba
+from megacpp_mcore.layer_specs.mamba import Mamba3Mixer
 from megacpp_mcore.layer_specs.mtp import mtp_block
 from megacpp_mcore.layer_specs.norm import residual_norm
 from megacpp_mcore.layer_specs.parts import Parts, compute_device, implementation, mixer_layer_spec, parts_for
-from megacpp_mcore.layer_specs.recurrent import recurrent
+from megacpp_mcore.layer_specs.recurrent import M2RNNMixer
 from megacpp_mcore.model import DEFAULT, Model
 from megacpp_mcore.model import pattern as grammar
 from megacpp_mcore.model.families import EXPERTS
@@ -169,6 +169,11 @@ class Asked:
         """Return the layer whose attention slot holds ``spec``."""
         return mixer_layer_spec(residual_norm(self.parts, self.dispatcher), spec)
 
+    def recurrence(self, mixer: type) -> ModuleSpec:
+        """Return the layer of a recurrent ``mixer``."""
+        params = {"model": self.model, "row_linear": self.parts.row_linear, "dispatcher": self.dispatcher}
+        return self.mixer(ModuleSpec(module=mixer, params=params))
+
 
 def _attention(asked: Asked) -> ModuleSpec:
     if asked.role not in grammar.SPARSE:
@@ -180,8 +185,8 @@ def _attention(asked: Asked) -> ModuleSpec:
 SPECS: dict[str, Callable[[Asked], ModuleSpec]] = {
     "A": _attention,
     "E": lambda asked: expert_layer_spec(asked.config, asked.parts, asked.dispatcher),
-    "M": lambda asked: asked.mixer(mamba(asked.model, asked.parts, asked.dispatcher)),
-    "R": lambda asked: asked.mixer(recurrent(asked.model, asked.parts, asked.dispatcher)),
+    "M": lambda asked: asked.recurrence(Mamba3Mixer),
+    "R": lambda asked: asked.recurrence(M2RNNMixer),
 }
 """The spec of a layer of each of :data:`megacpp_mcore.model.families.FAMILIES`."""
 

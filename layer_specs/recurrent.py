@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megacpp_mcore.backends import Dispatcher
-from megacpp_mcore.layer_specs.parts import Mixer, Parts, backend_needs
+from megacpp_mcore.layer_specs.parts import Mixer, backend_needs
 from megacpp_mcore.layer_specs.projection import InProjection, Part
 from megacpp_mcore.model import Model
 from megacpp_mcore.ops.initializers import convolution, identities, inverse_softplus_of_step, log_of_decay, ones
@@ -138,10 +137,3 @@ class M2RNNMixer(Mixer):
                 squares_SB1 = reduce_from_tensor_model_parallel_region(squares_SB1, group=group)
                 squares_SB1 = copy_to_tensor_model_parallel_region(squares_SB1, group=group)
         return squares_SB1
-
-
-def recurrent(model: Model, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
-    """Build the spec of an R layer's mixer."""
-    return ModuleSpec(
-        module=M2RNNMixer, params={"model": model, "row_linear": parts.row_linear, "dispatcher": dispatcher}
-    )

@@ -25,6 +25,13 @@ class Code:
         return os.mkdir, (str(self.made),)
 
 
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of the byte ``at``."""
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1
+    path.write_bytes(content)
+
+
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the ``torch_dist`` checkpoint in ``folder``, whole: parameters, buffers, the optimizer's state."""
     reader = FileSystemReader(folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.model import Model, preset
@@ -108,18 +109,13 @@ def _op(
     name: str, module: str, title: str, names: str, *, covers: str = "", kind: str = OP, **changes: Mapping[str, int]
 ) -> Benchmark:
     """Make a benchmark of an op, whose problem has the op's name, at sizes ``names`` with ``changes``."""
-    shapes = {}
-    for size, sizes in _MODELS.items():
-        given = {**sizes, **changes.get(size, {})}
-        shapes[size] = {each: given[each] for each in ("B", "S", *names.split())}
+    given = {size: {**sizes, **changes.get(size, {})} for size, sizes in _MODELS.items()}
+    shapes = {size: {each: sizes[each] for each in ("B", "S", *names.split())} for size, sizes in given.items()}
     problem = f"{module}_benchmark:{name if kind == LAYER else covers or name}"
     return Benchmark(name=name, kind=kind, covers=covers or name, title=title, problem=problem, shapes=shapes)
 
 
-def _layer(name: str, covers: str, title: str) -> Benchmark:
-    return _op(name, "layers", title, "hidden", covers=covers, kind=LAYER)
-
-
+_layer = partial(_op, module="layers", names="hidden", kind=LAYER)
 _MAMBA3 = "mamba_heads head_dim state rank groups chunk"
 _SISO = {"rank": 1, "groups": 1}
 _INDEXER = "indexer_heads indexer_dim"
@@ -155,13 +151,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _op("router", "experts", "from logits to probabilities, routing and losses", "experts routed"),
         _op("linear_cross_entropy", "linear",
             "output layer and its loss; stock's, and with the patch of this name", "hidden vocab"),
-        _layer("layer_a_full", "A" + grammar.FULL_ATTENTION, "A layer, full MLA"),
-        _layer("layer_a_full_dsa", "A" + grammar.FULL_INDEX, "A layer, sparse MLA with an indexer (Full)"),
-        _layer("layer_a_shared_dsa", "A" + grammar.SHARED_INDEX, "A layer, sparse MLA with shared indices (Shared)"),
-        _layer("layer_m", "M", "M layer, Mamba-3"),
-        _layer("layer_e", "E", "E layer, mixture of experts"),
-        _layer("layer_r", "R", "R layer, M²RNN"),
-        _layer("mtp_block", "mtp", "one depth of multi-token prediction, without its head"),
+        _layer("layer_a_full", covers="A" + grammar.FULL_ATTENTION, title="A layer, full MLA"),
+        _layer("layer_a_full_dsa", covers="A" + grammar.FULL_INDEX, title="A layer, sparse MLA with an indexer (Full)"),
+        _layer("layer_a_shared_dsa", covers="A" + grammar.SHARED_INDEX, title="A layer, sparse MLA, shared indices (Shared)"),
+        _layer("layer_m", covers="M", title="M layer, Mamba-3"),
+        _layer("layer_e", covers="E", title="E layer, mixture of experts"),
+        _layer("layer_r", covers="R", title="R layer, M²RNN"),
+        _layer("mtp_block", covers="mtp", title="one depth of multi-token prediction, without its head"),
     )
 }  # fmt: skip
 

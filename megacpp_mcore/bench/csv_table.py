@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megacpp_mcore.bench.catalog import LAYER
-from megacpp_mcore.errors import BenchmarkError, DataError
+from megacpp_mcore.errors import BenchmarkError
 from megacpp_mcore.util.files import writable
 
 Row = Mapping[str, str]
@@ -78,10 +77,7 @@ class Table:
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         self.path, self.columns = path, tuple(columns)
         folder = next(folder for folder in path.absolute().parents if folder.exists())  # others are created later
-        if folder == path.absolute().parent:
-            writable(path, added_to=True)
-        elif not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise DataError(f"{path} cannot be written; expected a folder in place of {folder}, or name another file")
+        writable(folder / path.absolute().relative_to(folder).parts[0], added_to=True)
         if path.exists() and path.stat().st_size:
             read(path, columns)
 
@@ -121,14 +117,7 @@ def line(row: Row) -> str:
 
 @dataclass
 class Comparison:
-    """The result of the comparison.
-
-    Attributes:
-        compared: how many new rows were compared.
-        slower: one line for each row that takes more time or memory than the tolerance allows, and for each row of the file
-            that lost its time or is absent from this run.
-        lines: one line for everything else: faster, as before, new, not comparable.
-    """
+    """How many rows were compared, a line for each that is slower, larger or lost, and one for everything else."""
 
     compared: int = 0
     slower: list[str] = field(default_factory=list)

@@ -37,7 +37,7 @@ Call = Callable[..., Any]
 """A forward pass: from the inputs to its one output, or to a tuple of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Inputs:
     """Random inputs.
 
@@ -110,7 +110,7 @@ class Variant:
         runs: the functions to be timed, by name of the work; each returns one tensor or several, outputs first.
         results: brings the results of ``runs`` into the order and layout of the truth; not timed.
         around: context around every run, such as a patch.
-        absent: why it cannot run here; then ``runs`` is empty.
+        absent: why it cannot run here; then ``runs`` are not called.
         truth: its own truth where the problem's does not apply, because it does other work; it then has no speed-up.
         limit: its own largest error of a row, for all results or by name, where it differs from the problem's.
         is_reference: whether the truth is made by this very program, so that their agreement proves nothing.
@@ -295,7 +295,7 @@ YARDSTICK_LIMIT = 0.1
 """Error above which the yardstick itself does not count as an implementation of the op."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """One benchmark at one size.
 

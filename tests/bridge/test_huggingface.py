@@ -21,6 +21,7 @@ from tests import stock, tiny_run
 from tests.bridge.processes import run
 from tests.distributed.comparing import assert_same_bytes
 from tests.distributed.runs import launch
+from tests.saved import flip
 
 pytestmark = [pytest.mark.bridge, pytest.mark.slow]
 
@@ -324,7 +325,7 @@ def damaged(exported: Path, tmp_path: Path) -> Path:
             "model-00001-of-00001.safetensors",
         ),
         (
-            lambda folder: flip(folder / "model-00001-of-00001.safetensors"),
+            lambda folder: flip(folder / "model-00001-of-00001.safetensors", -1),
             "model-00001-of-00001.safetensors is not what was exported",
         ),
         (lambda folder: edit(folder / "model.safetensors.index.json", sha256={"x": ""}), "is not what was exported"),
@@ -364,12 +365,6 @@ def test_what_no_tensor_shows_is_compared(
     settings = tmp_path / "other.yaml"
     settings.write_text((place / "config.yaml").read_text() + f"  {override}\n")
     assert named in command("export", place / "saved", tmp_path / "new", status=2, settings=str(settings))
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def edit(path: Path, **values: object) -> None:

@@ -30,7 +30,7 @@ from megacpp_mcore.checkpoints.folder import LOCK, TRACKER, choose, claim, read_
 from megacpp_mcore.checkpoints.integrity import damages, digested, write_manifest
 from megacpp_mcore.errors import CheckpointError
 from tests.errors import raises
-from tests.saved import Code, write
+from tests.saved import Code, flip, write
 
 NEWEST, OLDER = "iter_0000006", "iter_0000003"
 SHARD, OTHER = "__0_0.distcp", "__0_1.distcp"
@@ -55,12 +55,6 @@ def saved(tmp_path: Path) -> Path:
         write_manifest(made)
     (tmp_path / "saved" / TRACKER).write_text("6")
     return tmp_path / "saved"
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at % len(content)] ^= 1
-    path.write_bytes(content)
 
 
 def exchange(path: Path) -> None:

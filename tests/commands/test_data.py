@@ -13,6 +13,7 @@ from megacpp_mcore.commands import data as command
 from megacpp_mcore.errors import DataError
 from tests import forks
 from tests.errors import raises
+from tests.saved import flip
 
 
 def data(*words: str) -> int:
@@ -57,9 +58,7 @@ def test_adopt_from_the_command_line(tmp_path, prefix, capsys):
 def test_verify_goes_on_to_the_next_dataset_and_names_every_damaged_one(tmp_path, prefix, capsys):
     data("prepare", str(tmp_path), "--output", prefix, "--split", "train=0.5,valid=0.5")
     whole, damaged, missing = f"{prefix}_train", f"{prefix}_valid", f"{prefix}_test"
-    content = bytearray(Path(damaged + ".bin").read_bytes())
-    content[1] ^= 4
-    Path(damaged + ".bin").write_bytes(content)
+    flip(Path(damaged + ".bin"), 1)
     capsys.readouterr()
     assert data("verify", missing, damaged, whole, whole) == 1
     printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``megacpp-mcore patch``: what its actions print, return and refuse (test_patch_checkout.py: what they do to a tree)."""
+"""``megacpp-mcore patch``: what its actions print, return and refuse (patches/test_checkout.py: what they do to a tree)."""
 
 from __future__ import annotations
 

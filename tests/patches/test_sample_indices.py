@@ -22,6 +22,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.patches import sample_indices
 from tests import stock
 from tests.errors import raises
+from tests.saved import flip
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
 BLENDED = ("dataset_index", "dataset_sample_index")
@@ -98,10 +99,7 @@ def swap_files(cache: Path, name: str) -> None:
 
 
 def flip_a_bit(cache: Path, name: str) -> None:
-    file = index(cache, name)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(index(cache, name), -1)
 
 
 DAMAGES: list[Callable[[Path, str], object]] = [

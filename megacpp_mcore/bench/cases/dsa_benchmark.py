@@ -62,49 +62,32 @@ def indexer(options: Options) -> Problem:
     scored = causal_pairs(S) - causal_pairs(min(N, S))
     moved = S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 4
     floor = Floor(operations=2 * B * scored * H * (D + 1), moved=moved, dtype=options.dtype)
-    inputs = Inputs(leaves=_drawn(draw, options))
-    return Problem(
-        inputs=inputs,
-        variants=[
-            Variant(name="stock", side=PEER, runs={FORWARD: stock}),
-            *Variant.candidates("indexer", options, run, work=FORWARD, dim=D, heads=H),
-        ],
-        works={FORWARD: floor},
-        truth={"selected": indexer_scores(*inputs.in_double().leaves.values())},
-        limit=SELECTED,
-        rows=selected_scores,
-        stock="stock",
-    )
+    inputs, peer = Inputs(_drawn(draw, options)), Variant(name="stock", side=PEER, runs={FORWARD: stock})
+    variants = [peer, *Variant.candidates("indexer", options, run, work=FORWARD, dim=D, heads=H)]
+    truth = {"selected": indexer_scores(*inputs.in_double().leaves.values())}
+    return Problem(inputs, variants, {FORWARD: floor}, truth, SELECTED, rows=selected_scores, stock="stock")
 
 
 def indexer_grad(options: Options) -> Problem:
     """Check the gradient of the indexer's loss against a given target; the truth is autograd's, over all keys."""
     B, S, H, D, N = options.sizes("B", "S", "indexer_heads", "indexer_dim", "topk")
     draw = Draw(options)
-    leaves = _drawn(draw, options)
-    index_BSN = select(leaves["q"], leaves["k"], leaves["w"], N)
+    inputs = Inputs(_drawn(draw, options))
+    index_BSN = select(inputs.leaves["q"], inputs.leaves["k"], inputs.leaves["w"], N)
     target_BSN = draw.normal(*index_BSN.shape, dtype=torch.float32).exp().masked_fill(index_BSN < 0, 0.0)
 
     def run(fn: Call, inputs: Inputs) -> Any:
         loss, *gradients = fn(*inputs.leaves.values(), index_BSN, target_BSN, 1.0)
         return [loss[None], *gradients]
 
-    double = list(Inputs(leaves=leaves).in_double().leaves.values())
+    double = list(inputs.in_double().leaves.values())
     true_loss = indexer_loss(indexer_scores(*double), index_BSN, target_BSN.double())
     truth = dict(zip(GRADIENT_LIMITS, (true_loss[None], *torch.autograd.grad(true_loss, double)), strict=True))
     moved = 2 * S * B * (H * D + D + H) * draw.itemsize + S * B * min(N, S) * 8
-    operations = 6 * B * selected_pairs(S, N) * H * (D + 1)
-    return Problem(
-        inputs=Inputs(leaves=leaves),
-        variants=[
-            Variant.missing("stock", "no peer: stock's function makes the target, too"),
-            *Variant.candidates("indexer_grad", options, run, work=GRADIENT, dim=D, heads=H),
-        ],
-        works={GRADIENT: Floor(operations=operations, moved=moved, dtype=options.dtype)},
-        truth=truth,
-        limit=GRADIENT_LIMITS,
-        outputs=len(GRADIENT_LIMITS),
-    )
+    works = {GRADIENT: Floor(6 * B * selected_pairs(S, N) * H * (D + 1), moved, options.dtype)}
+    peer = Variant.missing("stock", "no peer: stock's function makes the target, too")
+    variants = [peer, *Variant.candidates("indexer_grad", options, run, work=GRADIENT, dim=D, heads=H)]
+    return Problem(inputs, variants, works, truth, GRADIENT_LIMITS, outputs=len(GRADIENT_LIMITS))
 
 
 def selected_scores(index_BSN: torch.Tensor, score_BSS: torch.Tensor) -> Tensors:
@@ -147,10 +130,8 @@ def sparse_mla(options: Options) -> Problem:
     K, draw = V + options.shape["rope"], Draw(options)
     scores = (draw.normal(B, min(QUERIES, S - row), S, dtype=torch.float32) for row in range(0, S, QUERIES))
     index_BSN = torch.cat([causal_topk(one, N, first_row=i * QUERIES) for i, one in enumerate(scores)], dim=1)
-    inputs = Inputs(
-        leaves=draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K)),
-        cotangents={"o": draw.normal(S, B, H, V)},
-    )
+    leaves = draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K))
+    inputs = Inputs(leaves, {"o": draw.normal(S, B, H, V)})
     how = {"softmax_scale": K**-0.5, "value_dim": V}
     run, stock = on_leaves(index_BSN, **how), partial(on_leaves(index_BSN.long(), K**-0.5, V), _stock_attention)
 
@@ -171,22 +152,16 @@ def sparse_mla(options: Options) -> Problem:
     sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
     unfit = TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes})
     reason = f"not here: {unfit}" if unfit else lacking(options.device, "tilelang", TILELANG)
-    tilelang = Variant.of(TILELANG, PEER, partial(run, _stock_tilelang))
-    return Problem(
-        inputs=inputs,
-        variants=[
-            Variant.of(UNFUSED, PEER, stock),
-            Variant.missing(TILELANG, reason) if reason else tilelang,
-            Variant.of(f"patch {PATCH}", OURS, stock, around=partial(patched, PATCH)),
-            *ours,
-            *fixed,
-            *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
-        ],
-        works=Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype),
-        truth=inputs.truth(partial(run, attend)),
-        limit=limits,
-        norms=norms,
-    )
+    variants = [
+        Variant.of(UNFUSED, PEER, stock),
+        Variant.of(TILELANG, PEER, partial(run, _stock_tilelang), absent=reason),
+        Variant.of(f"patch {PATCH}", OURS, stock, around=partial(patched, PATCH)),
+        *ours,
+        *fixed,
+        *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
+    ]
+    works = Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype)
+    return Problem(inputs, variants, works, inputs.truth(partial(run, attend)), limits, norms=norms)
 
 
 def _stock_attention(q: torch.Tensor, kv: torch.Tensor, *index_scale_width: torch.Tensor | float) -> torch.Tensor:

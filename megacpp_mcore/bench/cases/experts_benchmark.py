@@ -48,10 +48,8 @@ def router(options: Options) -> Problem:
     B, S, E, topk = options.sizes("B", "S", "experts", "routed")
     draw = Draw(options)
     bias_E = draw.normal(E, scale=0.1, dtype=torch.float32)
-    inputs = Inputs(
-        leaves=draw.leaves(logits=draw.normal(S * B, E, dtype=torch.float32)),
-        cotangents={"probs": draw.normal(S * B, E, dtype=torch.float32)},
-    )
+    logits, share = (draw.normal(S * B, E, dtype=torch.float32) for _ in range(2))
+    inputs = Inputs(draw.leaves(logits=logits), {"probs": share})
 
     def run(fn: Call, inputs: Inputs) -> torch.Tensor:
         """Return probabilities with the losses added to each, so that one output depends on everything."""
@@ -60,16 +58,10 @@ def router(options: Options) -> Problem:
         return routed.probs_TE + LOSS * losses
 
     moved = S * B * E * (4 + 4 + 1)
-    return Problem(
-        inputs=inputs,
-        variants=[
-            Variant.of("stock's functions", PEER, partial(run, _stock_router)),
-            *Variant.candidates("router", options, run, dtype=torch.float32, experts=E),
-        ],
-        works=Floor.pair(Work(0, 0), moved, 3 * moved, "float32"),
-        truth=inputs.truth(partial(run, route)),
-        limit=1e-5,  # logits are float32 whatever the model's dtype
-    )
+    peer = Variant.of("stock's functions", PEER, partial(run, _stock_router))
+    variants = [peer, *Variant.candidates("router", options, run, dtype=torch.float32, experts=E)]
+    works = Floor.pair(Work(0, 0), moved, 3 * moved, "float32")  # logits are float32 whatever the model's dtype
+    return Problem(inputs, variants, works, inputs.truth(partial(run, route)), 1e-5)
 
 
 def _stock_router(logits_TE: torch.Tensor, bias_E: torch.Tensor, *, topk: int, batch: int) -> Routed:
@@ -127,8 +119,7 @@ def _inputs(draw: Draw, options: Options, rows: int, probs: Callable[[], torch.T
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     x = draw.normal(rows, D)
     w1, w2 = draw.normal(E, width, D, scale=D**-0.5), draw.normal(E, D, width, scale=width**-0.5)
-    leaves = draw.leaves(x=x, probs=probs(), w1=w1, w2=w2)
-    return Inputs(leaves=leaves, cotangents={"y": draw.normal(rows, D)})
+    return Inputs(draw.leaves(x=x, probs=probs(), w1=w1, w2=w2), {"y": draw.normal(rows, D)})
 
 
 def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequence[Variant], **more: Any) -> Problem:
@@ -150,16 +141,9 @@ def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequen
         """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all have one."""
         return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
 
-    work = feed_forward(routed, D, width)
-    return Problem(
-        inputs=inputs,
-        variants=variants,
-        works=Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype),
-        truth=inputs.truth(partial(run, getattr(reference, op))),
-        limit=LIMITS[options.dtype],
-        norms=norms,
-        **more,
-    )
+    work, truth = feed_forward(routed, D, width), inputs.truth(partial(run, getattr(reference, op)))
+    works = Floor.pair(work, weights + 2 * rows, 3 * weights + 5 * rows, options.dtype)
+    return Problem(inputs, variants, works, truth, LIMITS[options.dtype], norms=norms, **more)
 
 
 def _grouped_mm(options: Options, run: Call) -> Variant:

@@ -104,7 +104,7 @@ def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: 
                 parameter.mul_(0.8)
             parameter.add_(draw.normal(*parameter.shape, scale=0.01, dtype=parameter.dtype))
     hidden = draw.normal(*shape, scale=SMALL).requires_grad_()
-    inputs = Inputs(leaves={"hidden": hidden, **weights}, cotangents={"out": draw.normal(*shape)})
+    inputs = Inputs({"hidden": hidden, **weights}, {"out": draw.normal(*shape)})
     variants = [Variant.missing("stock", f"no peer: {peer}") if isinstance(peer, str) else peer(plan, inputs)]
     variants.append(ours.variant(f"ours ({ours.backends})", OURS, inputs))
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
@@ -113,14 +113,9 @@ def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: 
     whole, head = (step.layers[number - 1].total, Work(0, 0)) if number else (step.mtp[0].total, step.mtp[0].head)
     work = Work(whole.forward - head.forward, whole.backward - head.backward)
     stored, rows = sum(weight.nbytes for weight in weights.values()), hidden.nbytes
-    truth, limits = _truth_and_limits(plan, inputs)
+    works = Floor.pair(work, stored + 2 * rows, 3 * stored + 5 * rows, options.dtype)
     return Problem(
-        shape={"model": model.name, **options.shape},
-        inputs=inputs,
-        variants=variants,
-        works=Floor.pair(work, stored + 2 * rows, 3 * stored + 5 * rows, options.dtype),
-        truth=truth,
-        limit=limits,
+        inputs, variants, works, *_truth_and_limits(plan, inputs), shape={"model": model.name, **options.shape}
     )
 
 

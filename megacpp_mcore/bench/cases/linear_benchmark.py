@@ -52,10 +52,8 @@ def rms_norm(options: Options) -> Problem:
     """Compare every implementation on one set of rows; both gradients of a row are added up."""
     B, S, D = options.sizes("B", "S", "hidden")
     draw = Draw(options)
-    inputs = Inputs(
-        leaves=draw.leaves(x=draw.normal(S, B, D), weight=1 + draw.normal(D, scale=0.1)),
-        cotangents={"y": draw.normal(S, B, D), "residual": draw.normal(S, B, D)},
-    )
+    leaves = draw.leaves(x=draw.normal(S, B, D), weight=1 + draw.normal(D, scale=0.1))
+    inputs = Inputs(leaves, {"y": draw.normal(S, B, D), "residual": draw.normal(S, B, D)})
 
     def run(fn: Call, inputs: Inputs) -> Tensors:
         normed, residual = fn(inputs.leaves["x"], inputs.leaves["weight"], EPS)
@@ -72,14 +70,8 @@ def rms_norm(options: Options) -> Problem:
     if options.device == "cuda":  # on the host, launching these takes longer than computing them on the device
         variants += [one.captured() for one in variants if one.runs]
     moved = S * B * D * draw.itemsize
-    return Problem(
-        inputs=inputs,
-        variants=variants,
-        works=Floor.pair(flops.Work(0, 0), 2 * moved, 6 * moved, "float32"),
-        truth=inputs.truth(partial(run, norm.rms_norm)),
-        limit=NORM_LIMIT,
-        outputs=2,
-    )
+    works = Floor.pair(flops.Work(0, 0), 2 * moved, 6 * moved, "float32")
+    return Problem(inputs, variants, works, inputs.truth(partial(run, norm.rms_norm)), NORM_LIMIT, outputs=2)
 
 
 def _engine_norms(options: Options, inputs: Inputs, run: Call) -> Iterator[Variant]:
@@ -106,28 +98,20 @@ def feed_forward(options: Options) -> Problem:
     B, S, D, F = options.sizes("B", "S", "hidden", "ffn")
     draw = Draw(options)
     weights = {"w1": draw.normal(F, D, scale=D**-0.5), "w2": draw.normal(D, F, scale=F**-0.5)}
-    inputs = Inputs(leaves=draw.leaves(x=draw.normal(S, B, D), **weights), cotangents={"y": draw.normal(S, B, D)})
+    inputs = Inputs(draw.leaves(x=draw.normal(S, B, D), **weights), {"y": draw.normal(S, B, D)})
     x, w = inputs.leaves["x"].nbytes, sum(weight.nbytes for weight in weights.values())
     plain = partial(on_leaves(), reference.feed_forward)
 
     def run(fn: Call, inputs: Inputs, main_grads: Any = (None, None)) -> torch.Tensor:
         return fn(*inputs.leaves.values(), main_grads)
 
-    ours: list[Variant] = []
+    engine = _engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(functional.gelu(first(x))))
+    variants = [Variant.of("PyTorch", PEER, plain), *engine]
     for one in Variant.candidates("feed_forward", options, run, hidden=D, ffn=F):
-        ours += _in_fp8(one, "w1", "w2") if one.runs and one.name == TRITON_FP8 else [one]
-    return Problem(
-        inputs=inputs,
-        variants=[
-            Variant.of("PyTorch", PEER, plain),
-            *_engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(functional.gelu(first(x)))),
-            *ours,
-        ],
-        works=Floor.pair(flops.feed_forward(S * B, D, F), 2 * x + w, 5 * x + 3 * w, options.dtype),
-        truth=inputs.truth(plain),
-        limit={"bfloat16": 1e-2, "float32": 1e-5}[options.dtype],
-        stock="PyTorch",
-    )
+        variants += _in_fp8(one, "w1", "w2") if one.runs and one.name == TRITON_FP8 else [one]
+    works = Floor.pair(flops.feed_forward(S * B, D, F), 2 * x + w, 5 * x + 3 * w, options.dtype)
+    limit = {"bfloat16": 1e-2, "float32": 1e-5}[options.dtype]
+    return Problem(inputs, variants, works, inputs.truth(plain), limit, stock="PyTorch")
 
 
 def mamba3_projection(options: Options) -> Problem:
@@ -135,10 +119,9 @@ def mamba3_projection(options: Options) -> Problem:
     B, S, D, wide, narrow = options.sizes("B", "S", "hidden", "wide", "narrow")
     draw = Draw(options)
     whole_SBN = draw.normal(S, B, wide + narrow)
-    inputs = Inputs(
-        leaves=draw.leaves(x=draw.normal(S, B, D), weight=draw.normal(wide + narrow, D, scale=D**-0.5)),
-        cotangents={"wide": whole_SBN[..., :wide].contiguous(), "narrow": whole_SBN[..., wide:].contiguous()},
-    )
+    leaves = draw.leaves(x=draw.normal(S, B, D), weight=draw.normal(wide + narrow, D, scale=D**-0.5))
+    parts = [part.contiguous() for part in whole_SBN.split([wide, narrow], -1)]
+    inputs = Inputs(leaves, dict(zip(("wide", "narrow"), parts, strict=True)))
     x, weight, y = inputs.leaves["x"].nbytes, inputs.leaves["weight"].nbytes, whole_SBN.nbytes
     plain = partial(on_leaves(), functional.linear)
 
@@ -167,15 +150,10 @@ def mamba3_projection(options: Options) -> Problem:
             variants += [whole(one).captured()] if options.device == "cuda" else []
             variants += [whole(one), whole(one).into_main_grad("weight")]
     work = flops.product(S * B * D * (wide + narrow))
-    return Problem(
-        inputs=inputs,
-        variants=variants,
-        works=Floor.pair(work, x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype),
-        truth=inputs.truth(lambda inputs: plain(inputs).split([wide, narrow], -1)),
-        limit={"bfloat16": 5e-3, "float32": 1e-5}[options.dtype],
-        outputs=2,
-        stock="PyTorch",
-    )
+    works = Floor.pair(work, x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype)
+    truth = inputs.truth(lambda inputs: plain(inputs).split([wide, narrow], -1))
+    limit = {"bfloat16": 5e-3, "float32": 1e-5}[options.dtype]
+    return Problem(inputs, variants, works, truth, limit, outputs=2, stock="PyTorch")
 
 
 def _in_fp8(found: Variant, *weights: str, all_sums: bool = False) -> Iterator[Variant]:
@@ -220,7 +198,7 @@ def linear_cross_entropy(options: Options) -> Problem:
     tokens, draw = options.shape["B"] * options.shape["S"], Draw(options)
     weight_VH = draw.normal(vocab, hidden, scale=hidden**-0.5)
     hidden_NH, share_N = draw.normal(tokens, hidden), draw.normal(tokens, dtype=torch.float32)
-    inputs = Inputs(leaves=draw.leaves(hidden=hidden_NH, weight=weight_VH), cotangents={"loss": share_N})
+    inputs = Inputs(draw.leaves(hidden=hidden_NH, weight=weight_VH), {"loss": share_N})
     call = on_leaves(draw.integers(vocab, tokens))
     logit_NV = torch.empty(tokens, vocab, dtype=weight_VH.dtype, device=weight_VH.device).normal_()
 
@@ -241,16 +219,10 @@ def linear_cross_entropy(options: Options) -> Problem:
         Variant(name="three dense products", side=BOUND, runs={BOTH: products}),
     ]
     moved = 3 * (hidden_NH.nbytes + weight_VH.nbytes)  # both are read in both passes, and their gradients written
-    operations = flops.product(tokens * hidden * vocab).training
-    return Problem(
-        inputs=inputs,
-        variants=variants,
-        # No forward pass by itself: some variants compute gradients in it.
-        works={BOTH: Floor(operations=operations, moved=moved, dtype=options.dtype)},
-        truth=inputs.truth(partial(call, _dense)),
-        limit=HEAD_LIMITS[options.dtype],
-        yardstick=STOCK,
-    )
+    # No forward pass by itself: some variants compute gradients in it.
+    works = {BOTH: Floor(flops.product(tokens * hidden * vocab).training, moved, options.dtype)}
+    truth = inputs.truth(partial(call, _dense))
+    return Problem(inputs, variants, works, truth, HEAD_LIMITS[options.dtype], yardstick=STOCK)
 
 
 def _dense(hidden: torch.Tensor, weight: torch.Tensor, label: torch.Tensor, reduction: str = "none") -> torch.Tensor:

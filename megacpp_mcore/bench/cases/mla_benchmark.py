@@ -51,17 +51,11 @@ def mla(options: Options) -> Problem:
         raise BenchmarkError(f"{documents} documents in a row of {S}; expected a number that divides it")
     draw, scale, length = Draw(options), K**-0.5, S // documents
     seq_idx_S = torch.arange(documents, device=options.device, dtype=torch.int32).repeat_interleave(length)
-    inputs = Inputs(
-        leaves=draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V)),
-        cotangents={"o": draw.normal(S, B, H, V)},
-    )
-    how: dict[str, Any] = {
-        "softmax_scale": scale,
-        "seq_idx": seq_idx_S.expand(B, S).contiguous() if packed else None,
-        "window": window,
-    }
+    leaves = draw.leaves(q=draw.normal(S, B, H, K), k=draw.normal(S, B, H, K), v=draw.normal(S, B, H, V))
+    inputs = Inputs(leaves, {"o": draw.normal(S, B, H, V)})
+    seq_idx = seq_idx_S.expand(B, S).contiguous() if packed else None
     needs: dict[str, Any] = {"qk_dim": K, "v_dim": V, "packed": packed} | ({} if window is None else {"window": window})
-    attend = on_leaves(**how)
+    attend = on_leaves(softmax_scale=scale, seq_idx=seq_idx, window=window)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
         """Return norms for errors; in the gradient of a document's first queries all cancels: they use the terms' norm."""
@@ -80,16 +74,10 @@ def mla(options: Options) -> Problem:
     ours = list(Variant.candidates("mla", options, attend, **needs))
     ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
     graphs = [one.captured() for one in ours if one.name in ("sdpa", "triton", "flash4") and one.runs]
-    made = Problem(
-        inputs=inputs,
-        variants=[*stock, *ours, *ordered, *graphs],
-        works=Floor.pair(work, forward, forward + backward, options.dtype),
-        truth=inputs.truth(partial(attend, mla_attention)),
-        limit=LIMITS[options.dtype],
-        yardstick=PLAIN,
-        norms=norms,
-        stock=stock[0].name,
-    )
+    variants, limit = [*stock, *ours, *ordered, *graphs], LIMITS[options.dtype]
+    works = Floor.pair(work, forward, forward + backward, options.dtype)
+    truth = inputs.truth(partial(attend, mla_attention))
+    made = Problem(inputs, variants, works, truth, limit, yardstick=PLAIN, norms=norms, stock=stock[0].name)
     made.check(Variant.of(PLAIN, BOUND, partial(attend, _plain)), BOTH)
     return made
 
@@ -138,10 +126,11 @@ def _stock(options: Options, length: int | None, window: int | None) -> list[Var
         run = MultiLatentAttention._run_core_attention
         return run(attention, *tensors, None, packed_seq_params=packed).reshape(inputs.cotangents["o"].shape)
 
-    peer = Variant.of(stock, PEER, seam)
-    if length and not engine:
-        peer = Variant.missing(stock, "no peer here: packed rows are Transformer Engine's alone")
-    return [peer, *([] if window else [Variant.of(patch, OURS, seam, around=partial(patched, PATCH))])]
+    absent = "no peer here: packed rows are Transformer Engine's alone" if length and not engine else ""
+    return [
+        Variant.of(stock, PEER, seam, absent=absent),
+        *([] if window else [Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]),
+    ]
 
 
 def _plain(
@@ -241,22 +230,16 @@ def _projection(
         return fn(**inputs.leaves, **others)
 
     truth, given = partial(call, getattr(reference, name)), draw.leaves(**leaves)
-    made = truth(Inputs(leaves=given))
+    made = truth(Inputs(given))
     outputs = made if isinstance(made, tuple) else (made,)
-    inputs = Inputs(leaves=given, cotangents={f"output {i}": draw.normal(*one.shape) for i, one in enumerate(outputs)})
+    inputs = Inputs(given, {f"output {i}": draw.normal(*one.shape) for i, one in enumerate(outputs)})
     tensors = [*leaves.values(), *(value for value in how.values() if isinstance(value, torch.Tensor))]
     read, written, gradients = (
         sum(one.numel() for one in some) * draw.itemsize for some in (tensors, outputs, leaves.values())
     )
     peer = Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's")
-    ours = [*Variant.candidates(op, options, call, **needs)]
-    return Problem(
-        inputs=inputs,
-        # The reference is the last backend, and comes first here: its errors are the yardstick.
-        variants=[peer, *ours[::-1]],
-        works=Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype),
-        truth=inputs.truth(truth),
-        limit=PROJECTION_LIMITS[options.dtype],
-        outputs=len(outputs),
-        yardstick="reference",
-    )
+    # The reference is the last backend, and comes first here: its errors are the yardstick.
+    variants = [peer, *[*Variant.candidates(op, options, call, **needs)][::-1]]
+    works = Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype)
+    limit = PROJECTION_LIMITS[options.dtype]
+    return Problem(inputs, variants, works, inputs.truth(truth), limit, len(outputs), "reference")

@@ -67,7 +67,7 @@ def mamba3(options: Options) -> Problem:
     if R > 1:
         given |= {name: weight(H, R, P, around=1.0 if name == "mimo_z" else 1 / R) for name in MIX}
     given["out_norm_weight"] = weight(H * P).to(draw.dtype)
-    inputs = Inputs(leaves=draw.leaves(**given), cotangents={"y": draw.normal(B, S, H, P)})
+    inputs = Inputs(draw.leaves(**given), {"y": draw.normal(B, S, H, P)})
 
     def scan(fn: Call, inputs: Inputs) -> torch.Tensor:
         weights = dict(inputs.leaves)
@@ -82,13 +82,10 @@ def mamba3(options: Options) -> Problem:
     ours = list(Variant.candidates("mamba3", options, scan, head_dim=P, mimo_rank=R, state=N))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
     truth = partial(ssm.mamba3, method="sequential", segment_size=256)  # which keeps few states
-    return Problem(
-        inputs=inputs,
-        variants=[_mamba_ssm(options, inputs), *ours, *graphs],
-        works=Floor.pair(mamba_scan(B, S, H, sizes), moved, 2 * moved + given_bytes, options.dtype),
-        truth=inputs.truth(partial(scan, truth)),
-        limit={name: MAMBA3_LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names},
-    )
+    variants = [_mamba_ssm(options, inputs), *ours, *graphs]
+    works = Floor.pair(mamba_scan(B, S, H, sizes), moved, 2 * moved + given_bytes, options.dtype)
+    limit = {name: MAMBA3_LIMITS[options.dtype] * wider.get(name, 1.0) for name in inputs.names}
+    return Problem(inputs, variants, works, inputs.truth(partial(scan, truth)), limit)
 
 
 def _mamba_ssm(options: Options, inputs: Inputs) -> Variant:
@@ -126,21 +123,19 @@ def m2rnn(options: Options) -> Problem:
     draw = Draw(options)
     normal32 = partial(draw.normal, dtype=torch.float32)
     # W shrinks: one that stretches makes the recurrence chaotic, and no two programs agree after some hundred tokens.
-    inputs = Inputs(
-        leaves=draw.leaves(
-            u=draw.normal(S, B, sum(widths)),
-            qk_conv_weight=draw.normal(2 * K, TAPS, scale=K**-0.25),
-            qk_conv_bias=draw.normal(2 * K, scale=0.1),
-            v_conv_weight=draw.normal(H * V, TAPS),
-            v_conv_bias=draw.normal(H * V, scale=0.1),
-            W=0.8 * torch.eye(V, device=options.device).repeat(H, 1, 1) + normal32(H, V, V, scale=0.02),
-            A_log=normal32(H, scale=0.5) + 1.0,
-            dt_bias=normal32(H, scale=0.5) - 4.0,
-            D=normal32(H * V, scale=0.1) + 1.0,
-            norm_weight=draw.normal(H * V, scale=0.1) + 1.0,
-        ),
-        cotangents={"y": draw.normal(S, B, H * V)},
+    leaves = draw.leaves(
+        u=draw.normal(S, B, sum(widths)),
+        qk_conv_weight=draw.normal(2 * K, TAPS, scale=K**-0.25),
+        qk_conv_bias=draw.normal(2 * K, scale=0.1),
+        v_conv_weight=draw.normal(H * V, TAPS),
+        v_conv_bias=draw.normal(H * V, scale=0.1),
+        W=0.8 * torch.eye(V, device=options.device).repeat(H, 1, 1) + normal32(H, V, V, scale=0.02),
+        A_log=normal32(H, scale=0.5) + 1.0,
+        dt_bias=normal32(H, scale=0.5) - 4.0,
+        D=normal32(H * V, scale=0.1) + 1.0,
+        norm_weight=draw.normal(H * V, scale=0.1) + 1.0,
     )
+    inputs = Inputs(leaves, {"y": draw.normal(S, B, H * V)})
 
     def recur(fn: Call, inputs: Inputs) -> torch.Tensor:
         weights = dict(inputs.leaves)
@@ -149,24 +144,16 @@ def m2rnn(options: Options) -> Problem:
         how = {"eps": EPS, "norm_width": H * V, "checkpoint_every": options.shape["checkpoint_every"]}
         return fn(q, k, v, g, f, **weights, **how)[0]
 
-    if reason := lacking(options.device, XMA_MODULE, "xma"):
-        peer = Variant.missing(XMA, reason)
-    else:
-        kernels = importlib.import_module(XMA_MODULE).m2rnn
+    def theirs(q: Any, k: Any, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Give kernels all of their inputs in the dtype of the values; one document, from a state of zero."""
+        return importlib.import_module(XMA_MODULE).m2rnn(q, k, v, W.to(v.dtype), f.to(v.dtype))
 
-        def theirs(q: Any, k: Any, v: torch.Tensor, W: torch.Tensor, f: torch.Tensor, *_: Any, **__: Any) -> Any:
-            """Give kernels all of their inputs in the dtype of the values; one document, from a state of zero."""
-            return kernels(q, k, v, W.to(v.dtype), f.to(v.dtype))
-
-        peer = Variant.of(XMA, PEER, partial(recur, partial(rnn.m2rnn, recurrence=theirs)), limit=ROUNDED_STATE)
+    reason, call = lacking(options.device, XMA_MODULE, "xma"), partial(recur, partial(rnn.m2rnn, recurrence=theirs))
+    peer = Variant.of(XMA, PEER, call, limit=ROUNDED_STATE, absent=reason)
     ours = list(Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V))
     graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
     values, given = (B * S * width * draw.itemsize for width in (H * V, sum(widths)))
-    return Problem(
-        inputs=inputs,
-        variants=[peer, *sorted(ours, key=lambda one: one.name != YARDSTICK), *graphs],
-        works=Floor.pair(m2rnn_recurrence(B * S, H, K, V), given + values, 3 * given + 2 * values, options.dtype),
-        truth=inputs.truth(partial(recur, partial(rnn.m2rnn, recurrence=rnn.m2rnn_sequential))),
-        limit=M2RNN_LIMITS[options.dtype],
-        yardstick=YARDSTICK,
-    )
+    variants = [peer, *sorted(ours, key=lambda one: one.name != YARDSTICK), *graphs]
+    works = Floor.pair(m2rnn_recurrence(B * S, H, K, V), given + values, 3 * given + 2 * values, options.dtype)
+    truth = inputs.truth(partial(recur, partial(rnn.m2rnn, recurrence=rnn.m2rnn_sequential)))
+    return Problem(inputs, variants, works, truth, M2RNN_LIMITS[options.dtype], yardstick=YARDSTICK)

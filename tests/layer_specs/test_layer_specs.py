@@ -38,6 +38,7 @@ from megacpp_mcore.layer_specs.nam56r import check_layout
 from megacpp_mcore.layer_specs.parts import DuplicatedLinear, TorchNorm, backend_needs, parts_for
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.m2rnn import reference
+from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla_projection.reference import indexer_inputs, latents
 from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
@@ -122,6 +123,24 @@ def weights_by_part(mixer: Any) -> dict[str, torch.Tensor]:
     projection = mixer.in_proj
     rows = projection.weight.detach().double()
     return {slot.part.name: rows[slot.start : slot.start + slot.rows] for slot in projection.slots}
+
+
+def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: Model) -> None:
+    """Which rows and parameters the op gets; that it is the formula: tests/ops/test_mamba3.py."""
+    mixer, ssm, heads = layer(still, FAMILIES["M"]).self_attention, definition.mamba3, definition.mamba_heads
+    p = {name: parameter.detach().double() for name, parameter in mixer.named_parameters()}
+    x_SBD = random(S, B, D)
+    rows = {name: x_SBD.double() @ weight.T for name, weight in weights_by_part(mixer).items()}
+    rows |= {name: rows[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz"}
+    rows |= {name: rows[name].unflatten(-1, (ssm.groups, ssm.mimo_rank, ssm.state)) for name in "BC"}
+    given = {name: p[name] for name in ("dt_bias", "D", "b_norm_weight", "c_norm_weight", "out_norm_weight")}
+    by_head_and_rank = ("b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o")
+    given |= {name: p[name].view(heads, ssm.mimo_rank, -1) for name in by_head_and_rank}
+    parts = (rows[name] for name in ("x", "z", "B", "C", "dt", "A", "trap", "angles"))
+    out, _ = mamba3(*parts, **given, chunk_size=S, A_floor=ssm.a_floor, eps=definition.norm_eps)
+    found, bias = mixer(x_SBD)
+    assert bias is None
+    close(found, out.flatten(2) @ p["out_proj.weight"].T)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

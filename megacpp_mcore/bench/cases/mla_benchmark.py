@@ -242,4 +242,4 @@ def _projection(
     variants = [peer, *[*Variant.candidates(op, options, call, **needs)][::-1]]
     works = Floor.pair(work, read + written, read + 2 * written + gradients, options.dtype)
     limit = PROJECTION_LIMITS[options.dtype]
-    return Problem(inputs, variants, works, inputs.truth(truth), limit, len(outputs), "reference")
+    return Problem(inputs, variants, works, inputs.truth(truth), limit, outputs=len(outputs), yardstick="reference")

@@ -45,8 +45,9 @@ _FLASH4 = Support(
 """The widths at which it was compared with the reference, without a window.
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
-_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False, dims=dict(_SDPA.dims) | _WHOLE)
-"""With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine."""
+_TE_ATTENTION = dataclasses.replace(_SDPA, packed=False)
+"""With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine. A window
+by name: no row of its own says yet that it is faster than ``triton``, as stock's is."""
 
 _MLA_TRITON = Support(
     devices=("cuda",),

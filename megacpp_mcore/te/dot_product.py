@@ -17,7 +17,6 @@ from megacpp_mcore.util import te_imports
 CANNOT = {
     "attention_mask": "a mask of its own shape: only its unfused kernel takes one",
     "seq_idx": "documents as a number of each row: it takes packed rows with cumulative lengths",
-    "window": "the local window of sparse layers, a mask that depends on the selection",
     "selected": "keys that a router or an indexer has selected",
     "softcap": "a soft cap of the scores, before 2.20",
 }
@@ -48,6 +47,7 @@ def attend(
     *,
     softmax_scale: float,
     causal: bool = True,
+    window: int | None = None,
     **needs: Any,
 ) -> torch.Tensor:
     """Compute ``softmax(scale · q kᵀ) v`` by head, by Transformer Engine's fused kernels, or unfused where none applies.
@@ -58,6 +58,7 @@ def attend(
         q_SBHK, k_TBGK, v_TBGV: sequence first; G divides H.
         softmax_scale: factor on q·k before the softmax.
         causal: whether query i sees keys 0..i only (needs S == T).
+        window: how many keys before its own a query sees, where causal; None: all.
         needs: of :data:`CANNOT`, None where not needed.
 
     Returns:
@@ -67,7 +68,7 @@ def attend(
         ModelError: the shapes do not fit.
         BackendError: a need is not covered, or Transformer Engine is not installed.
     """
-    return _run(q_SBHK, k_TBGK, v_TBGV, "sbhd", softmax_scale, causal, needs)
+    return _run(q_SBHK, k_TBGK, v_TBGV, "sbhd", softmax_scale, causal, window, needs)
 
 
 def attend_heads_first(
@@ -77,15 +78,23 @@ def attend_heads_first(
     *,
     softmax_scale: float,
     causal: bool = True,
+    window: int | None = None,
     **needs: Any,
 ) -> torch.Tensor:
     """Call :func:`attend` on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it; returns o_BHSV."""
     q_BSHK, k_BTGK, v_BTGV = (one.transpose(1, 2) for one in (q_BHSK, k_BGTK, v_BGTV))
-    return _run(q_BSHK, k_BTGK, v_BTGV, "bshd", softmax_scale, causal, needs).transpose(1, 2)
+    return _run(q_BSHK, k_BTGK, v_BTGV, "bshd", softmax_scale, causal, window, needs).transpose(1, 2)
 
 
 def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, scale: float, causal: bool, needs: dict[str, Any]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: str,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    needs: dict[str, Any],
 ) -> torch.Tensor:
     if why := lacking(**needs):
         raise BackendError(f"Transformer Engine's attention does not support {why}; choose another backend, or auto")
@@ -98,13 +107,17 @@ def _run(
         )
     if causal and q.shape[rows] != k.shape[rows]:
         raise ModelError(f"{q.shape[rows]} causal queries and {k.shape[rows]} keys; expected equally many")
-    attention = _module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], layout, scale, causal)
+    if window is not None and (window < 0 or not causal):
+        raise ModelError(f"window is {window} with causal={causal}; expected 0 or more keys of a causal row")
+    attention = _module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], layout, scale, causal, window)
     output: torch.Tensor = attention(q, k, v)
     return output.view(*q.shape[:3], v.shape[3])
 
 
 @functools.cache
-def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool) -> Any:
+def _module(
+    heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool, window: int | None
+) -> Any:
     """Return one module without parameters for every call with these sizes."""
     return te_imports.entry("DotProductAttention")(
         num_attention_heads=heads,
@@ -114,4 +127,5 @@ def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float,
         qkv_format=layout,
         attn_mask_type="causal" if causal else "no_mask",
         softmax_scale=scale,
+        window_size=None if window is None else (window, 0),
     )

@@ -113,6 +113,20 @@ def test_attention_with_grouped_queries_in_fp32(causal: bool, heads_first: bool)
     compare(both_ways(ours, *leaves), in_double(truth, *leaves), UNFUSED)
 
 
+def test_attention_in_a_window() -> None:
+    """At NAM56R's widths, by a fused kernel."""
+    S, window = 700, 200
+    leaves = [normal(S, 2, 8, width, dtype=torch.bfloat16) for width in (128, 128, 64)]
+    seen = torch.ones(S, S, dtype=torch.bool, device="cuda").tril().triu(-window)
+
+    def truth(*qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.permute(1, 2, 0, 3) for one in qkv)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.1).permute(2, 0, 1, 3)
+
+    found = both_ways(lambda *qkv: dot_product.attend(*qkv, softmax_scale=0.1, window=window), *leaves)
+    compare(found, in_double(truth, *leaves), 0.03)
+
+
 def test_a_plain_model_with_replaced_linear_layers_in_fp32() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(96, 160), torch.nn.GELU(), torch.nn.Linear(160, 48, bias=False)).cuda()
     x, weights = normal(3, 67, 96), list(model.parameters())

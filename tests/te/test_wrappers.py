@@ -37,7 +37,7 @@ def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
     with raises(BackendError, need):
         dot_product.attend(*qkv, softmax_scale=1.0, **{need: torch.zeros(1, 4)})
     assert dot_product.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
-    assert dot_product.lacking(softcap=50.0, window=(4, 0), selected=torch.zeros(1)).count(";") == 2
+    assert dot_product.lacking(softcap=50.0, selected=torch.zeros(1)).count(";") == 1
     with raises(ModelError, "rope", "attention_mask"):
         dot_product.lacking(rope=1)
 
@@ -54,6 +54,8 @@ def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
 def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, value: str) -> None:
     with raises(ModelError, value):
         dot_product.attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), softmax_scale=1.0)
+    with raises(ModelError, "window", "-1"):
+        dot_product.attend(*[torch.zeros(4, 1, 2, 8)] * 3, softmax_scale=1.0, window=-1)
     first = [torch.zeros(one).permute(1, 2, 0, 3) for one in (q, k, v)]
     with raises(ModelError, value):
         dot_product.attend_heads_first(*first, softmax_scale=1.0)
@@ -67,6 +69,7 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
     assert Dispatcher({"mla": "te"}).request("mla", **needs).fn is dot_product.attend
     narrower = Dispatcher().request("mla", **needs | {"qk_dim": 64})
     assert narrower.observed == "sdpa"  # never by itself where ours covers the call
+    assert Dispatcher({"mla": "te"}).request("mla", window=4095, **needs).fn is dot_product.attend
     with raises(BackendError, "'te'", "op mla", "packed documents", code="cannot-run"):
         Dispatcher({"mla": "te"}).request("mla", packed=True, **needs)
     off = ProbeResult(False, "a causal call of Transformer Engine's attention is off by 1 of what plain PyTorch gives")

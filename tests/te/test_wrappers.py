@@ -37,7 +37,7 @@ def test_attention_refuses_what_it_cannot_do(there: None, need: str) -> None:
     with raises(BackendError, need):
         dot_product.attend(*qkv, softmax_scale=1.0, **{need: torch.zeros(1, 4)})
     assert dot_product.lacking(seq_idx=None, attention_mask=None, softcap=0.0) is None
-    assert dot_product.lacking(softcap=50.0, selected=torch.zeros(1)).count(";") == 1
+    assert dot_product.lacking(softcap=50.0, seq_idx=torch.zeros(1), selected=torch.zeros(1)).count(";") == 2
     with raises(ModelError, "rope", "attention_mask"):
         dot_product.lacking(rope=1)
 

@@ -30,6 +30,7 @@ BYTES_A_TOKEN = 24_546_564 / 6_444_168
 TWINS = {
     "nam56r": ("NAM56R", 237_593_408),
     "dense": ("stock GPTModel, dense", 139_466_496),
+    "mla moe": ("stock GPTModel, MLA and experts", 286_870_272),
 }
 """By arm of it, what it is and its parameters, as Megatron counts them."""
 

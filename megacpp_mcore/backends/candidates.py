@@ -27,6 +27,7 @@ _REFERENCE = Support(capturable=False)
 _GPU_TRITON = (CUDA, TRITON)
 TRITON_FP8 = "triton_fp8"
 _EIGHTS = Dim(multiple_of=8)
+_MLA_WIDTHS = {"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))}
 _WHOLE = {"window": Dim(largest=0)}
 
 _SDPA = Support(
@@ -40,20 +41,16 @@ _SDPA = Support(
 _FLASH4 = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))} | _WHOLE,
+    dims=_MLA_WIDTHS | _WHOLE,
 )
 """The widths at which it was compared with the reference, without a window.
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, packed=False)
-"""With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine. A window
-by name: no row of its own says yet that it is faster than ``triton``, as stock's is."""
+"""At MLA's widths 128/64 the fastest in a window (``mla_window``). Whole rows are left to ``sdpa``, which with torch's cuDNN is
+as fast and needs no Transformer Engine."""
 
-_MLA_TRITON = Support(
-    devices=("cuda",),
-    dtypes=("bfloat16", "float16"),
-    dims={"qk_dim": Dim(one_of=(128,)), "v_dim": Dim(one_of=(64,))},
-)
+_MLA_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dims=_MLA_WIDTHS)
 """The widths at which its kernels compile without register spills and were compared with the reference. Whole rows without a
 window are left to ``sdpa``: cuDNN is faster at them."""
 
@@ -153,11 +150,11 @@ def own_candidates() -> tuple[Candidate, ...]:
     return (
         _candidate("mla", "flash4", kernel, _FLASH4, f"{ops}.mla.flash4:attend", ("flash4", CUDA),
                    probe=_probe(f"{ops}.mla.flash4:probe"), auto=Support(dtypes=("bfloat16",))),  # that of its rows
+        _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
+                   probe=_probe(f"{ops}.mla.flash4:probe_engine"), auto=Support(dims=_MLA_WIDTHS), beyond=Support(dims=_WHOLE)),
         _candidate("mla", TRITON, kernel, dataclasses.replace(_MLA_TRITON, archs=archs("mla")), f"{ops}.mla.triton:attend",
                    _GPU_TRITON, beyond=Support(packed=False, deterministic=False, dims=_WHOLE)),
         _candidate("mla", "sdpa", kernel, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
-        _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
-                   probe=_probe(f"{ops}.mla.flash4:probe_engine")),
         _candidate("routed_mlp", "quack", kernel, _EXPERTS_QUACK, f"{ops}.grouped_mlp.quack:routed_mlp",
                    ("quack", *_GPU_TRITON), probe=_probe(f"{ops}.grouped_mlp.quack:probe"), auto=_QUACK_IS_FASTER),
         *(

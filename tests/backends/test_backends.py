@@ -331,7 +331,8 @@ def test_support_of_several_needs_and_of_an_unknown_one() -> None:
         ("mla", {"packed": False}, "sdpa", "sdpa_attention"),
         ("mla", {"packed": False, "window": 0}, "sdpa", "sdpa_attention"),
         ("mla", {"packed": False, "window": 4095}, "te", "attend"),
-        ("mla", {"packed": False, "window": 4095, "deterministic": True}, "triton", "attend"),
+        ("mla", {"packed": False, "window": 4095, "deterministic": True, "capturable": False}, "triton", "attend"),
+        ("mla", {"packed": False, "window": 4095, "capturable": True}, "triton", "attend"),
         ("mla", {"packed": False, "window": 4095, "v_dim": 56}, "sdpa", "sdpa_attention"),
         ("mla", {"window": 4095}, "triton", "attend"),
         ("mla", {"packed": None, "deterministic": True}, "triton", "attend"),
@@ -380,7 +381,7 @@ def test_ops_have_kernels_where_they_can(
     spilling = versions.TRITON.get(probes.triton_release(), {}).get(op)  # with the installed one
     if name == "triton" and spilling and spilling.items() <= given.items():
         name, function = "reference", "spill registers"
-    answer = Dispatcher().request(op, **given, capturable=name == "triton")
+    answer = Dispatcher().request(op, **({"capturable": name == "triton"} | given))
     fell_back = name == "reference" and "device" not in needs
     assert (answer.observed, answer.slower_than_best) == (name, fell_back)
     assert function in (answer.reason if name == "reference" else answer.fn.__name__)

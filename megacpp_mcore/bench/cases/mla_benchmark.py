@@ -73,7 +73,7 @@ def mla(options: Options) -> Problem:
     stock = _stock(options, length if packed else None, window)
     ours = list(Variant.candidates("mla", options, attend, **needs))
     ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
-    graphs = [one.captured() for one in ours if one.name in ("sdpa", "triton", "flash4") and one.runs]
+    graphs = [one.captured() for one in ours if one.name in ("sdpa", "triton", "flash4", "te") and one.runs]
     variants, limit = [*stock, *ours, *ordered, *graphs], LIMITS[options.dtype]
     works = Floor.pair(work, forward, forward + backward, options.dtype)
     truth = inputs.truth(partial(attend, mla_attention))

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 UPDATE = "megacpp_update"
 """Attribute of an optimizer: what its next step will do."""
@@ -123,62 +123,50 @@ def _fits(optimizer: Any) -> bool:
     return not any(others)
 
 
-def _owned(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _owned(original: Function, self: Any) -> None:
     """Replace an optimizer's ``_copy_model_grads_to_main_grads``: its first main parameter then tells whose it is."""
-
-    @functools.wraps(original)
-    def _copy_model_grads_to_main_grads(self: Any) -> None:
-        original(self)
-        if not self.is_stub_optimizer:
-            for main in self.get_parameters()[:1]:
-                _owners[id(main)] = self
-
-    return _copy_model_grads_to_main_grads
+    original(self)
+    if not self.is_stub_optimizer:
+        for main in self.get_parameters()[:1]:
+            _owners[id(main)] = self
 
 
-def _later(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _later(
+    original: Function, parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
+) -> None:
     """Replace ``clip_grad_by_total_norm_fp32``: leaves the factor to the step if that is the kernel's."""
+    from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 
-    @functools.wraps(original)
-    def clip_grad_by_total_norm_fp32(
-        parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
-    ) -> None:
-        from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
-
-        owner = _owners.get(id(parameters[0])) if isinstance(parameters, list) and parameters else None
-        found: Any = None
-        if owner is not None and hasattr(total_norm, "clamp_max_"):
-            found = owner.optimizer if isinstance(owner.optimizer, PrecisionAwareAdam) else _update(owner)
-        if found is None or len(parameters) != found.count:
-            original(parameters, max_norm, total_norm, use_decoupled_grad)
-        else:
-            found.scale = (max_norm / (total_norm + 1.0e-6)).clamp_max_(1.0)
-
-    return clip_grad_by_total_norm_fp32
+    owner = _owners.get(id(parameters[0])) if isinstance(parameters, list) and parameters else None
+    found: Any = None
+    if owner is not None and hasattr(total_norm, "clamp_max_"):
+        found = owner.optimizer if isinstance(owner.optimizer, PrecisionAwareAdam) else _update(owner)
+    if found is None or len(parameters) != found.count:
+        original(parameters, max_norm, total_norm, use_decoupled_grad)
+    else:
+        found.scale = (max_norm / (total_norm + 1.0e-6)).clamp_max_(1.0)
 
 
-def _in_one_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _in_one_pass(original: Function, self: Any) -> Any:
     """Replace ``MixedPrecisionOptimizer.step_with_ready_grads``: the kernel steps, and nothing is copied after it."""
+    found = vars(self).get(UPDATE)
+    if found is None or found.scale is None:
+        found = _update(self)
+    if found is None:
+        return original(self)
+    from torch.optim import Optimizer
 
-    @functools.wraps(original)
-    def step_with_ready_grads(self: Any) -> Any:
-        found = vars(self).get(UPDATE)
-        if found is None or found.scale is None:
-            found = _update(self)
-        if found is None:
-            return original(self)
-        from torch.optim import Optimizer
-
-        # With the hooks of PyTorch's optimizers, by which what is kept between steps is dropped.
-        vars(self.optimizer)["step"] = functools.partial(Optimizer.profile_hook_step(found.run), self.optimizer)
-        vars(self)["_copy_main_params_to_model_params"] = lambda: None
-        try:
-            return original(self)
-        finally:
-            found.scale = None
-            del vars(self.optimizer)["step"], vars(self)["_copy_main_params_to_model_params"]
-
-    return step_with_ready_grads
+    # With the hooks of PyTorch's optimizers, by which what is kept between steps is dropped.
+    vars(self.optimizer)["step"] = functools.partial(Optimizer.profile_hook_step(found.run), self.optimizer)
+    vars(self)["_copy_main_params_to_model_params"] = lambda: None
+    try:
+        return original(self)
+    finally:
+        found.scale = None
+        del vars(self.optimizer)["step"], vars(self)["_copy_main_params_to_model_params"]
 
 
 PATCH = Patch(

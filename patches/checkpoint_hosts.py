@@ -9,14 +9,12 @@ Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/co
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.training import HYBRID
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 GPT_KEYS = "has_keys_of_gpt_model"
 """Attribute of a decoder whose model uses the checkpoint keys of a GPTModel."""
@@ -45,50 +43,42 @@ def _outline(args: Any, model_class: str) -> dict[str, Any]:
     return {"layers": args.num_layers, "layers of experts": experts, _MTP: args.mtp_num_layers or 0, **sizes}
 
 
-def _loads_as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _loads_as_it_is(original: Function, args: Any, ckpt_args: Any, model: Any) -> Any:
     """Replace ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)``: no conversion."""
-
-    @functools.wraps(original)
-    def _maybe_setup_gpt_to_hybrid_load(args: Any, ckpt_args: Any, model: Any) -> Any:
-        if any(lowering.preset_of(getattr(one, "spec", None)) is None for one in (args, ckpt_args)):
-            return original(args, ckpt_args, model)
-        run, saved = map(lowering.model_class_of, (args, ckpt_args))
-        wanted, found = _outline(args, run), _outline(ckpt_args, saved)
-        if not getattr(args, "finetune", False):
-            known = [name for name in _BEHAVIOUR if hasattr(args, name) and hasattr(ckpt_args, name)]
-            wanted |= {name: getattr(args, name) for name in known}
-            found |= {name: getattr(ckpt_args, name) for name in known}
-        differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
-        if differ:
-            fields = "; ".join(f"checkpoint has {name} {found[name]}, run has {wanted[name]}" for name in differ)
-            raise ModelError(
-                f"checkpoint ({saved}) and run ({run}) are different models: {fields}; load this model's checkpoint, or train "
-                "the checkpoint's model; where no shape differs, --finetune begins at step 0 with its weights",
-                code="another-model",
-            )
-        if run == saved:
-            return original(args, ckpt_args, model)
-        return None, False
-
-    return _maybe_setup_gpt_to_hybrid_load
+    if any(lowering.preset_of(getattr(one, "spec", None)) is None for one in (args, ckpt_args)):
+        return original(args, ckpt_args, model)
+    run, saved = map(lowering.model_class_of, (args, ckpt_args))
+    wanted, found = _outline(args, run), _outline(ckpt_args, saved)
+    if not getattr(args, "finetune", False):
+        known = [name for name in _BEHAVIOUR if hasattr(args, name) and hasattr(ckpt_args, name)]
+        wanted |= {name: getattr(args, name) for name in known}
+        found |= {name: getattr(ckpt_args, name) for name in known}
+    differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
+    if differ:
+        fields = "; ".join(f"checkpoint has {name} {found[name]}, run has {wanted[name]}" for name in differ)
+        raise ModelError(
+            f"checkpoint ({saved}) and run ({run}) are different models: {fields}; load this model's checkpoint, or train "
+            "the checkpoint's model; where no shape differs, --finetune begins at step 0 with its weights",
+            code="another-model",
+        )
+    if run == saved:
+        return original(args, ckpt_args, model)
+    return None, False
 
 
-def _without_empty_state(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_empty_state(original: Function, self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
     """Replace ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
 
     GPTModel drops the always empty extra state of its output layer; HybridModel does not, and would have that one key more
     than a GPTModel checkpoint.
     """
-
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        state = original(self, prefix, *args, **kwargs)
-        key = f"{prefix}output_layer._extra_state"
-        if getattr(getattr(self, "decoder", None), GPT_KEYS, False) and getattr(state.get(key), "data", None) is None:
-            state.pop(key, None)
-        return state
-
-    return sharded_state_dict
+    state = original(self, prefix, *args, **kwargs)
+    key = f"{prefix}output_layer._extra_state"
+    if getattr(getattr(self, "decoder", None), GPT_KEYS, False) and getattr(state.get(key), "data", None) is None:
+        state.pop(key, None)
+    return state
 
 
 PATCH = Patch(

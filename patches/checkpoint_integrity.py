@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from megacpp_mcore.checkpoints.layout import REMAINDER, RESAVE, flat_folder, refuse_other_buckets, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 from megacpp_mcore.util.files import is_remote
 from megacpp_mcore.util.stand_in import environment, stand_in
 
@@ -34,86 +34,82 @@ _flat: str | None = None
 """The folder of the checkpoint that the load with ``rank0`` read, if its optimizer state is in flat buckets."""
 
 
-def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _checking(original: Function, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
     """Replace ``_load_base_checkpoint(load_dir, args, rank0, …)``, which a load calls with ``rank0``, then without."""
+    global _checked, _flat
+    from megatron.training import checkpointing
+    from torch import distributed
 
-    @functools.wraps(original)
-    def _load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-        global _checked, _flat
-        from megatron.training import checkpointing
-        from torch import distributed
+    strictness = getattr(args, "dist_ckpt_strictness", None)
+    if strictness in ("return_unexpected", "return_all"):
+        raise CheckpointError(
+            f"--dist-ckpt-strictness {strictness} returns keys beside what is loaded, and Megatron's loop takes no such "
+            "pair; log_unexpected and log_all print the keys instead"
+        )
+    of_load = load_dir, getattr(args, "ckpt_step", None)
+    is_checked = not rank0 and _checked is not None and _checked[0] == of_load
+    checked, _checked = _checked if is_checked else None, None
+    flat, _flat = None if rank0 else _flat, None
 
-        strictness = getattr(args, "dist_ckpt_strictness", None)
-        if strictness in ("return_unexpected", "return_all"):
+    def check_first(stock: Any, folder: Any, *context: Any) -> int:
+        """Asked for the iteration of the newest non-persistent checkpoint before a tracker file is read."""
+        nonlocal checked
+        checked = checked or (of_load, *_check(load_dir, args, folder, stock(folder, *context)))
+        args.ckpt_step = checked[2]
+        return checked[1]
+
+    def unless_chosen(stock: Any, folder: Any) -> Any:
+        """Without a file, as Megatron would read it nevertheless, and end the run if it is damaged."""
+        return "" if args.ckpt_step and folder == load_dir else stock(folder)
+
+    try:
+        with (
+            environment(_PLAIN_DATA),
+            # For this load only: another one, of a teacher, has iterations of its own.
+            mock.patch.multiple(args, create=True, ckpt_step=of_load[1], exit_on_missing_checkpoint=False),
+            stand_in(checkpointing, "_get_non_persistent_iteration", check_first),
+            stand_in(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
+        ):
+            if flat:
+                refuse_other_buckets(flat, kwargs.get("sharded_state_dict") or {})
+            loaded = original(load_dir, args, rank0, *rest, **kwargs)
+    except SystemExit as end:  # Megatron's, with status 0
+        is_torch = any(Path(str(load_dir)).glob("*/mp_rank_*"))
+        reason = f" (if this rank never had a file, the run has another layout: {RESAVE})" if is_torch else ""
+        raise CheckpointError(
+            f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}", code="not-loaded"
+        ) from end
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        # The message of raise_all names all keys that only one side has, the others the first that is missing.
+        text = str(error)
+        if text.startswith("Detected load from a distributed checkpoint"):
             raise CheckpointError(
-                f"--dist-ckpt-strictness {strictness} returns keys beside what is loaded, and Megatron's loop takes no such "
-                "pair; log_unexpected and log_all print the keys instead"
-            )
-        of_load = load_dir, getattr(args, "ckpt_step", None)
-        is_checked = not rank0 and _checked is not None and _checked[0] == of_load
-        checked, _checked = _checked if is_checked else None, None
-        flat, _flat = None if rank0 else _flat, None
-
-        def check_first(stock: Any, folder: Any, *context: Any) -> int:
-            """Asked for the iteration of the newest non-persistent checkpoint before a tracker file is read."""
-            nonlocal checked
-            checked = checked or (of_load, *_check(load_dir, args, folder, stock(folder, *context)))
-            args.ckpt_step = checked[2]
-            return checked[1]
-
-        def unless_chosen(stock: Any, folder: Any) -> Any:
-            """Without a file, as Megatron would read it nevertheless, and end the run if it is damaged."""
-            return "" if args.ckpt_step and folder == load_dir else stock(folder)
-
-        try:
-            with (
-                environment(_PLAIN_DATA),
-                # For this load only: another one, of a teacher, has iterations of its own.
-                mock.patch.multiple(args, create=True, ckpt_step=of_load[1], exit_on_missing_checkpoint=False),
-                stand_in(checkpointing, "_get_non_persistent_iteration", check_first),
-                stand_in(checkpointing, "get_checkpoint_tracker_filename", unless_chosen),
-            ):
-                if flat:
-                    refuse_other_buckets(flat, kwargs.get("sharded_state_dict") or {})
-                loaded = original(load_dir, args, rank0, *rest, **kwargs)
-        except SystemExit as end:  # Megatron's, with status 0
-            is_torch = any(Path(str(load_dir)).glob("*/mp_rank_*"))
-            reason = f" (if this rank never had a file, the run has another layout: {RESAVE})" if is_torch else ""
+                f"the checkpoint in {load_dir} is in the format torch_dist, and --ckpt-format says torch: "
+                "leave that flag out, or add --auto-detect-ckpt-format, which loads torch_dist and saves torch",
+                code="other-format",
+            ) from error
+        if f"{REMAINDER}." in text and ("optimizer.state.param." in text or "Unexpected keys" not in text):
             raise CheckpointError(
-                f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}", code="not-loaded"
-            ) from end
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            # The message of raise_all names all keys that only one side has, the others the first that is missing.
-            text = str(error)
-            if text.startswith("Detected load from a distributed checkpoint"):
-                raise CheckpointError(
-                    f"the checkpoint in {load_dir} is in the format torch_dist, and --ckpt-format says torch: "
-                    "leave that flag out, or add --auto-detect-ckpt-format, which loads torch_dist and saves torch",
-                    code="other-format",
-                ) from error
-            if f"{REMAINDER}." in text and ("optimizer.state.param." in text or "Unexpected keys" not in text):
-                raise CheckpointError(
-                    f"the checkpoint in {load_dir} lacks {REMAINDER}, what weights leave of main parameters: Megatron by "
-                    "itself saves it (--use-precision-aware-optimizer --dist-ckpt-optim-fully-reshardable) as main parameters, "
-                    "and with several gradient buckets as another parameter's; load it without the optimizer's state "
-                    "(--no-load-optim), from which main parameters begin as the weights",
-                    code="remainders",
-                ) from error
-            error.add_note(f"while loading the checkpoint in {load_dir}")
-            raise
-        if loaded[0] is None and getattr(args, "exit_on_missing_checkpoint", False):  # Megatron exits with status 0
-            raise CheckpointError(
-                f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
-                "run that has saved, or remove that flag to start from scratch",
-                code="missing",
-            )
-        _refuse_other_iteration(*loaded[:2])
-        refuse_other_layout(loaded[0], load_dir)
-        _flat = flat_folder(loaded[0]) if rank0 else None
-        _checked = checked if rank0 and distributed.is_initialized() else None
-        return loaded
-
-    return _load_base_checkpoint
+                f"the checkpoint in {load_dir} lacks {REMAINDER}, what weights leave of main parameters: Megatron by "
+                "itself saves it (--use-precision-aware-optimizer --dist-ckpt-optim-fully-reshardable) as main parameters, "
+                "and with several gradient buckets as another parameter's; load it without the optimizer's state "
+                "(--no-load-optim), from which main parameters begin as the weights",
+                code="remainders",
+            ) from error
+        error.add_note(f"while loading the checkpoint in {load_dir}")
+        raise
+    if loaded[0] is None and getattr(args, "exit_on_missing_checkpoint", False):  # Megatron exits with status 0
+        raise CheckpointError(
+            f"there is no checkpoint in {load_dir}; expected one (--exit-on-missing-checkpoint): name the folder of a "
+            "run that has saved, or remove that flag to start from scratch",
+            code="missing",
+        )
+    _refuse_other_iteration(*loaded[:2])
+    refuse_other_layout(loaded[0], load_dir)
+    _flat = flat_folder(loaded[0]) if rank0 else None
+    _checked = checked if rank0 and distributed.is_initialized() else None
+    return loaded
 
 
 def _refuse_other_iteration(state: Any, folder: Any) -> None:
@@ -146,74 +142,58 @@ def _check(load_dir: Any, args: Any, non_persistent_dir: Any, iteration: int) ->
     return -1, choose(load, step, by_digests=by_digests) if load else step
 
 
-def _with_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_manifest(original: Function, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``save(sharded_state_dict, checkpoint_dir, …, verify_integrity)``: with a manifest.
 
     Not in object storage, from which rank 0 would read back all that was saved.
     """
-
-    @functools.wraps(original)
-    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        global _has_manifest
-        if is_remote(checkpoint_dir):
-            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        _has_manifest = True
-        try:
-            return original(sharded_state_dict, checkpoint_dir, *args, **kwargs | {"verify_integrity": True})
-        finally:
-            _has_manifest = False
-
-    return save
+    global _has_manifest
+    if is_remote(checkpoint_dir):
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    _has_manifest = True
+    try:
+        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs | {"verify_integrity": True})
+    finally:
+        _has_manifest = False
 
 
-def _by_digests_of_writers(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _by_digests_of_writers(original: Function, checkpoint_dir: str) -> None:
     """Replace ``save_integrity_manifest(checkpoint_dir)``, which hashes all files, one after the other."""
+    from megacpp_mcore.checkpoints.integrity import write_manifest
 
-    @functools.wraps(original)
-    def save_integrity_manifest(checkpoint_dir: str) -> None:
-        from megacpp_mcore.checkpoints.integrity import write_manifest
-
-        if is_remote(checkpoint_dir):
-            original(checkpoint_dir)
-        else:
-            write_manifest(Path(checkpoint_dir))
-
-    return save_integrity_manifest
+    if is_remote(checkpoint_dir):
+        original(checkpoint_dir)
+    else:
+        write_manifest(Path(checkpoint_dir))
 
 
-def _digested(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _digested(original: Function, self: Any) -> Any:
     """Replace ``get_save_function_and_args(self)``, whose function writes this rank's files, here or in a worker's process."""
+    from megacpp_mcore.checkpoints.integrity import save_with_digests
 
-    @functools.wraps(original)
-    def get_save_function_and_args(self: Any) -> Any:
-        from megacpp_mcore.checkpoints.integrity import save_with_digests
-
-        save, preload, arguments = original(self)
-        is_digested = _has_manifest and save is not None
-        return functools.partial(save_with_digests, save) if is_digested else save, preload, arguments
-
-    return get_save_function_and_args
+    save, preload, arguments = original(self)
+    is_digested = _has_manifest and save is not None
+    return functools.partial(save_with_digests, save) if is_digested else save, preload, arguments
 
 
-def _without_strides(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_strides(original: Function, self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
     """Replace ``load_tensors_metadata(self, checkpoint_dir, metadata)``, which makes of each stored tensor an empty one.
 
     It hands ``torch.empty`` all of a tensor's properties; the strides, which torch 2.15 keeps among them, it does not take. No
     tensor is read by them.
     """
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 
-    @functools.wraps(original)
-    def load_tensors_metadata(self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
-        from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
-
-        if metadata is None:
-            metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
-        for stored in metadata.state_dict_metadata.values():
-            if hasattr(stored, "properties"):  # a tensor, no object
-                vars(stored.properties).pop("strides", None)
-        return original(self, checkpoint_dir, metadata)
-
-    return load_tensors_metadata
+    if metadata is None:
+        metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
+    for stored in metadata.state_dict_metadata.values():
+        if hasattr(stored, "properties"):  # a tensor, no object
+            vars(stored.properties).pop("strides", None)
+    return original(self, checkpoint_dir, metadata)
 
 
 PATCH = Patch(

@@ -9,50 +9,44 @@ Provenance: megatron-core 0.19.2 ``core/dist_checkpointing/serialization.py`` an
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 _SPECS = "megacpp_mcore.layer_specs"
 """Without it no model of this process is ours, and nobody would read the note."""
 
 
-def _with_its_folder(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_its_folder(original: Function, checkpoint_dir: Any) -> Any:
     """Replace ``load_common_state_dict(checkpoint_dir)``: notes the folder in the content metadata.
 
     Upstream creates fresh metadata for each save, so the note also distinguishes a load from a save: both call
     ``sharded_state_dict``.
     """
-
-    @functools.wraps(original)
-    def load_common_state_dict(checkpoint_dir: Any) -> Any:
-        state = original(checkpoint_dir)
-        content = state.get("content_metadata")
-        if content is not None and _SPECS in sys.modules:
-            content[checkpoint_layout.LOADED_FROM] = str(checkpoint_dir)
-            if checkpoint_layout.FORMAT not in content:  # which upstream reads where the run's optimizer is distributed
-                content |= {checkpoint_layout.FORMAT: checkpoint_layout.FULLY, checkpoint_layout.UNSHARDED: True}
-        return state
-
-    return load_common_state_dict
+    state = original(checkpoint_dir)
+    content = state.get("content_metadata")
+    if content is not None and _SPECS in sys.modules:
+        content[checkpoint_layout.LOADED_FROM] = str(checkpoint_dir)
+        if checkpoint_layout.FORMAT not in content:  # which upstream reads where the run's optimizer is distributed
+            content |= {checkpoint_layout.FORMAT: checkpoint_layout.FULLY, checkpoint_layout.UNSHARDED: True}
+    return state
 
 
-def _marked_or_checked(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _marked_or_checked(
+    original: Function,
+    self: Any,
+    prefix: str = "",
+    sharded_offsets: tuple[Any, ...] = (),
+    metadata: dict[str, Any] | None = None,
+) -> Any:
     """Replace ``GPTModel.sharded_state_dict(prefix, sharded_offsets, metadata)``."""
-
-    @functools.wraps(original)
-    def sharded_state_dict(
-        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
-        if hasattr(self.config, checkpoint_layout.KEY):
-            checkpoint_layout.mark_or_check(metadata, self.config)
-        return original(self, prefix, sharded_offsets, metadata)
-
-    return sharded_state_dict
+    if hasattr(self.config, checkpoint_layout.KEY):
+        checkpoint_layout.mark_or_check(metadata, self.config)
+    return original(self, prefix, sharded_offsets, metadata)
 
 
 PATCH = Patch(

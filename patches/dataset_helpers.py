@@ -7,19 +7,17 @@ Provenance: megatron-core 0.19.2 ``core/datasets/utils.py`` and ``training/initi
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.machinery
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 logger = logging.getLogger(__name__)
 
@@ -83,35 +81,29 @@ def _datasets_folder() -> Path:
     return Path(utils.__file__).resolve().parent
 
 
-def _compile_if_missing(original: Callable[[], None]) -> Callable[[], None]:
+@replacement
+def _compile_if_missing(
+    original: Function,
+) -> None:
     """Replace ``compile_helpers()``."""
-
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        folder = _datasets_folder()
-        library = ready_helper(folder)
-        if library is not None:
-            logger.info("dataset helper: %s is compiled, make is not run", library)
-        elif (folder / "Makefile").is_file():
-            original()
-        else:
-            raise LaunchError(
-                f"{HELPER} cannot be imported and {folder} has no Makefile to compile it with; reinstall megatron-core for "
-                "this Python (pip install --force-reinstall --no-deps megatron-core), or use a Megatron-LM checkout"
-            )
-
-    return compile_helpers
+    folder = _datasets_folder()
+    library = ready_helper(folder)
+    if library is not None:
+        logger.info("dataset helper: %s is compiled, make is not run", library)
+    elif (folder / "Makefile").is_file():
+        original()
+    else:
+        raise LaunchError(
+            f"{HELPER} cannot be imported and {folder} has no Makefile to compile it with; reinstall megatron-core for "
+            "this Python (pip install --force-reinstall --no-deps megatron-core), or use a Megatron-LM checkout"
+        )
 
 
-def _ready_on_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _ready_on_every_rank(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Replace ``_compile_dependencies()``: upstream compiles on rank 0, but every rank imports the result."""
-
-    @functools.wraps(original)
-    def compile_dependencies(*args: Any, **kwargs: Any) -> Any:
-        ready_helper(_datasets_folder())
-        return original(*args, **kwargs)
-
-    return compile_dependencies
+    ready_helper(_datasets_folder())
+    return original(*args, **kwargs)
 
 
 PATCH = Patch(

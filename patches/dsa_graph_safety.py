@@ -8,13 +8,18 @@ Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_varia
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+from inspect import BoundArguments
+from types import SimpleNamespace
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
-from megacpp_mcore.patches.machinery.symbols import by_name
+from megacpp_mcore.patches.machinery.record import (
+    Edit,
+    Function,
+    Patch,
+    bound_replacement,
+    named_replacement,
+    replacement,
+)
 
 _DSA = "megatron.core.transformer.experimental_attention_variant"
 _ROTATION = "rotary_interleaved mla_rotary_interleaved mscale inverse mla_output_remove_interleaving"
@@ -28,121 +33,94 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _loss_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _loss_backward(original: Function, ctx: Any, grad_topk_indices: Any, grad_loss: Any) -> Any:
     """Replace ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
 
     Without a row mask stock divides by a row count that it copies from the host, which a capture forbids. With a row mask it
     counts on the device; a mask of ones gives the same count, and bit-identical gradients.
     """
+    if ctx.query_valid_rows is None and not ctx.calculate_per_token_loss and capturing():
+        import torch
 
-    @functools.wraps(original)
-    def backward(ctx: Any, grad_topk_indices: Any, grad_loss: Any) -> Any:
-        if ctx.query_valid_rows is None and not ctx.calculate_per_token_loss and capturing():
-            import torch
-
-            q_SBHD = ctx.saved_tensors[0]
-            ctx.query_valid_rows = torch.ones(q_SBHD.shape[1::-1], dtype=torch.bool, device=q_SBHD.device)
-        return original(ctx, grad_topk_indices, grad_loss)
-
-    return backward
+        q_SBHD = ctx.saved_tensors[0]
+        ctx.query_valid_rows = torch.ones(q_SBHD.shape[1::-1], dtype=torch.bool, device=q_SBHD.device)
+    return original(ctx, grad_topk_indices, grad_loss)
 
 
-def _scaler_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _scaler_backward(original: Function, ctx: Any, grad_output: Any) -> Any:
     """Replace ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: the loss scale defaults to 1 in a capture, too.
 
     Stock copies a 1 from the host and stores it. In a capture the 1 is filled on the device and not stored, as its memory
     belongs to the graph.
     """
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 
-    @functools.wraps(original)
-    def backward(ctx: Any, grad_output: Any) -> Any:
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+    if DSAIndexerLossAutoScaler.main_loss_backward_scale is not None or not capturing():
+        return original(ctx, grad_output)
+    import torch
 
-        if DSAIndexerLossAutoScaler.main_loss_backward_scale is not None or not capturing():
-            return original(ctx, grad_output)
-        import torch
-
-        (loss,) = ctx.saved_tensors
-        return grad_output, torch.ones_like(loss)
-
-    return backward
+    (loss,) = ctx.saved_tensors
+    return grad_output, torch.ones_like(loss)
 
 
-def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _validate(original: Function, bound: BoundArguments) -> Any:
     """Replace ``_validate_nonpacked_cp_uniform_length(sq, skv, cp_size, cp_group, device)``.
 
     Stock gathers the lengths of other ranks and reads them on the host. A capture skips that, since the eager warm-up has
     checked these shapes; checks that need only this rank remain.
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def validate(*args: Any, **kwargs: Any) -> Any:
-        if not capturing():
-            return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
+    if capturing():
         bound.arguments["cp_group"] = None
-        return original(*bound.args, **bound.kwargs)
-
-    return validate
+    return original(*bound.args, **bound.kwargs)
 
 
-def _positions(original: Callable[..., Any]) -> Callable[..., Any]:
+@named_replacement("cu_seqlens cp_size cp_rank device output_size cu_seqlens_cover_output")
+def _positions(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``build_packed_allgather_cp_local_positions(cu_seqlens, cp_size, cp_rank, device, …)``.
 
     Stock drops empty sequences by boolean indexing, which syncs with the GPU. The positions are the same, except for a batch
     without any token: stock returns none, this one per row.
     """
-    bind = by_name(original, "cu_seqlens cp_size cp_rank device output_size cu_seqlens_cover_output")
+    if call.cp_size <= 1 or not call.output_size or not capturing():
+        return original()
+    from megacpp_mcore.ops.packed.positions import zigzag_positions
 
-    @functools.wraps(original)
-    def positions(*args: Any, **kwargs: Any) -> Any:
-        call = bind(*args, **kwargs)
-        if call.cp_size <= 1 or not call.output_size or not capturing():
-            return original(*args, **kwargs)
-        from megacpp_mcore.ops.packed.positions import zigzag_positions
-
-        return zigzag_positions(
-            call.cu_seqlens.to(call.device),
-            cp_size=call.cp_size,
-            cp_rank=call.cp_rank,
-            num_rows=call.output_size,
-            padded=not call.cu_seqlens_cover_output,
-        )
-
-    return positions
+    return zigzag_positions(
+        call.cu_seqlens.to(call.device),
+        cp_size=call.cp_size,
+        cp_rank=call.cp_rank,
+        num_rows=call.output_size,
+        padded=not call.cu_seqlens_cover_output,
+    )
 
 
-def _rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+@named_replacement(f"t cu_seqlens freqs cp_group multi_latent_attention max_seqlen {_ROTATION}")
+def _rotary(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
 
     Here each row's frequencies are gathered on the device, and the same rotation is applied to all rows at once. Upstream's
     next version does so itself where ``max_seqlen`` is passed, which stock's DSA indexer does not.
     """
-    bind = by_name(original, f"t cu_seqlens freqs cp_group multi_latent_attention max_seqlen {_ROTATION}")
+    by_itself = getattr(call, "max_seqlen", None) is not None
+    if by_itself or call.cp_group is None or call.multi_latent_attention is not None or not capturing():
+        return original()
+    from megatron.core.models.common.embeddings import rope_utils
 
-    @functools.wraps(original)
-    def rotate(*args: Any, **kwargs: Any) -> Any:
-        call = bind(*args, **kwargs)
-        by_itself = getattr(call, "max_seqlen", None) is not None
-        if by_itself or call.cp_group is None or call.multi_latent_attention is not None or not capturing():
-            return original(*args, **kwargs)
-        from megatron.core.models.common.embeddings import rope_utils
+    from megacpp_mcore.ops.packed.positions import rotary_rows
 
-        from megacpp_mcore.ops.packed.positions import rotary_rows
-
-        rows = rotary_rows(
-            call.cu_seqlens,
-            num_rows=call.t.shape[0],
-            num_frequencies=call.freqs.shape[0],
-            cp_size=call.cp_group.size(),
-            cp_rank=call.cp_group.rank(),
-        )
-        rotation = {name: value for name, value in vars(call).items() if name in _ROTATION.split()}
-        freqs = call.freqs.index_select(0, rows)
-        return rope_utils._apply_rotary_pos_emb_bshd(call.t.unsqueeze(1), freqs, **rotation).squeeze(1)
-
-    return rotate
+    rows = rotary_rows(
+        call.cu_seqlens,
+        num_rows=call.t.shape[0],
+        num_frequencies=call.freqs.shape[0],
+        cp_size=call.cp_group.size(),
+        cp_rank=call.cp_group.rank(),
+    )
+    rotation = {name: value for name, value in vars(call).items() if name in _ROTATION.split()}
+    freqs = call.freqs.index_select(0, rows)
+    return rope_utils._apply_rotary_pos_emb_bshd(call.t.unsqueeze(1), freqs, **rotation).squeeze(1)
 
 
 PATCH = Patch(

@@ -15,17 +15,16 @@ as recompute passes a layer copies of them.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
+from inspect import BoundArguments
 from typing import Any
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
@@ -135,156 +134,124 @@ def _mtp_block(block: Any, *_: Any, **__: Any) -> _Block | None:
     return _Block(roles, IndexCache(source_layers(tuple(roles))))
 
 
-def _build_layers(describe: Callable[..., _Block | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _build_layers(describe: Callable[..., _Block | None]) -> Callable[[Function], Function]:
     """Make the replacement of a block's ``_build_layers``, or a stack's ``__init__``, which records what is being built."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def _build_layers(self: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _BUILDING.set(describe(self, *args, **kwargs))
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                _BUILDING.reset(token)
-
-        return _build_layers
-
-    return make
-
-
-def _validate_split(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: the error names a usable one."""
-
-    @functools.wraps(original)
-    def _validate_dsa_index_share_pipeline_split(config: Any, local_layer_ids: Any) -> None:
-        roles = _trunk_roles(config) if hasattr(config, "num_layers") else None  # more than stock reads
-        if roles is not None:
-            _refuse_split(config, roles)
-        original(config, local_layer_ids)
-
-    return _validate_dsa_index_share_pipeline_split
-
-
-def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``DSAttention.__init__``: the schedule decides which layers have an indexer."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        config, layer = bound.arguments["config"], bound.arguments["layer_number"]
-        block = _BUILDING.get()
-        if block is None or not block.roles:  # stock decides which layers share
-            if (schedule := _configured_schedule(config)) is not None:
-                raise ModelError(
-                    f"DSA layer {layer} is built outside of a GPT model's decoder and MTP blocks (HybridModel's, say), where "
-                    f"the schedule {schedule.schedule!r} of {schedule.path} is not followed; leave dsa_index_cache out, or "
-                    "share by --dsa-indexer-topk-freq",
-                    code="outside",
-                )
-            original(self, *args, **kwargs)
-            if block is not None and self.skip_topk:
-                block.sources[layer] = self.source_layer
-                block.cache.assign(block.sources)
-            setattr(self, _CACHE, block and block.cache)
-            return
-        shared = block.roles[layer - 1] == SHARED_INDEX
-        if shared:
-            from megatron.core.transformer.identity_op import IdentityOp
-
-            without = dataclasses.replace(bound.arguments["submodules"], indexer=IdentityOp)  # draws no random numbers
-            bound.arguments["submodules"] = without
-        original(*bound.args, **bound.kwargs)
-        if shared and self.indexer is not None:
-            del self.indexer
-            self.indexer = None
-        self.skip_topk = shared
-        self.source_layer = source_layers(tuple(block.roles)).get(layer, layer)
-        self.index_share = shared or block.readers(layer)
-        setattr(self, _CACHE, block.cache)
-
-    return __init__
-
-
-def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``DSAttention.forward``: reads the cached indices before it, or publishes them after it."""
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.index_share and not hasattr(self, _CACHE):
-            raise ModelError(
-                f"DSA layer {self.layer_number} was built before the patch dsa-index-cache was applied; apply it first",
-                code="built-before",
-            )
-        cache: IndexCache | None = getattr(self, _CACHE, None)
-        if not self.index_share or cache is None:
-            return original(self, *args, **kwargs)
-        index: dict[int, Any] = {}
-        length: dict[int, Any] = {}
-        if self.skip_topk:
-            selection = cache.read(self.layer_number)
-            index[self.source_layer], length[self.source_layer] = selection.index, selection.length
-        setattr(self, _HOLDERS, (index, length))
+    @replacement
+    def build(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _BUILDING.set(describe(self, *args, **kwargs))
         try:
-            output = original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
-            delattr(self, _HOLDERS)
-        if not self.skip_topk:
-            cache.publish(self.layer_number, Selection(index[self.layer_number], length.get(self.layer_number)))
-        return output
+            _BUILDING.reset(token)
 
-    return forward
+    return build
 
 
-def _holder(which: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+@replacement
+def _validate_split(original: Function, config: Any, local_layer_ids: Any) -> None:
+    """Replace ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: the error names a usable one."""
+    roles = _trunk_roles(config) if hasattr(config, "num_layers") else None  # more than stock reads
+    if roles is not None:
+        _refuse_split(config, roles)
+    original(config, local_layer_ids)
+
+
+@bound_replacement
+def _init(original: Function, bound: BoundArguments) -> None:
+    """Replace ``DSAttention.__init__``: the schedule decides which layers have an indexer."""
+    self = bound.arguments["self"]
+    config, layer = bound.arguments["config"], bound.arguments["layer_number"]
+    block = _BUILDING.get()
+    if block is None or not block.roles:  # stock decides which layers share
+        if (schedule := _configured_schedule(config)) is not None:
+            raise ModelError(
+                f"DSA layer {layer} is built outside of a GPT model's decoder and MTP blocks (HybridModel's, say), where "
+                f"the schedule {schedule.schedule!r} of {schedule.path} is not followed; leave dsa_index_cache out, or "
+                "share by --dsa-indexer-topk-freq",
+                code="outside",
+            )
+        original(*bound.args, **bound.kwargs)
+        if block is not None and self.skip_topk:
+            block.sources[layer] = self.source_layer
+            block.cache.assign(block.sources)
+        setattr(self, _CACHE, block and block.cache)
+        return
+    shared = block.roles[layer - 1] == SHARED_INDEX
+    if shared:
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        without = dataclasses.replace(bound.arguments["submodules"], indexer=IdentityOp)  # draws no random numbers
+        bound.arguments["submodules"] = without
+    original(*bound.args, **bound.kwargs)
+    if shared and self.indexer is not None:
+        del self.indexer
+        self.indexer = None
+    self.skip_topk = shared
+    self.source_layer = source_layers(tuple(block.roles)).get(layer, layer)
+    self.index_share = shared or block.readers(layer)
+    setattr(self, _CACHE, block.cache)
+
+
+@replacement
+def _forward(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``DSAttention.forward``: reads the cached indices before it, or publishes them after it."""
+    if self.index_share and not hasattr(self, _CACHE):
+        raise ModelError(
+            f"DSA layer {self.layer_number} was built before the patch dsa-index-cache was applied; apply it first",
+            code="built-before",
+        )
+    cache: IndexCache | None = getattr(self, _CACHE, None)
+    if not self.index_share or cache is None:
+        return original(self, *args, **kwargs)
+    index: dict[int, Any] = {}
+    length: dict[int, Any] = {}
+    if self.skip_topk:
+        selection = cache.read(self.layer_number)
+        index[self.source_layer], length[self.source_layer] = selection.index, selection.length
+    setattr(self, _HOLDERS, (index, length))
+    try:
+        output = original(self, *args, **kwargs)
+    finally:
+        delattr(self, _HOLDERS)
+    if not self.skip_topk:
+        cache.publish(self.layer_number, Selection(index[self.layer_number], length.get(self.layer_number)))
+    return output
+
+
+def _holder(which: int) -> Callable[[Function], Function]:
     """Make the replacement of stock's holder of indices (0) or lengths (1): the current forward pass's, or stock's."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def holder(self: Any, *args: Any, **kwargs: Any) -> Any:
-            holders = getattr(self, _HOLDERS, None)
-            return original(self, *args, **kwargs) if holders is None else holders[which]
+    @replacement
+    def holder(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        holders = getattr(self, _HOLDERS, None)
+        return original(self, *args, **kwargs) if holders is None else holders[which]
 
-        return holder
-
-    return make
+    return holder
 
 
-def _checkpoint_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _checkpoint_forward(original: Function, ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
     """Replace ``CheckpointFunction.forward(ctx, run_function, …)``."""
-
-    @functools.wraps(original)
-    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return original(ctx, Recomputed(run_function), *args)
-
-    return forward
+    return original(ctx, Recomputed(run_function), *args)
 
 
-def _te_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _te_checkpoint(original: Function, forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use instead of ``CheckpointFunction``."""
+    from torch.nn import Module
 
-    @functools.wraps(original)
-    def te_checkpoint(forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from torch.nn import Module
-
-        # Transformer Engine inspects a module for its own submodules; the modules Megatron passes contain no attention.
-        function = forward_func if isinstance(forward_func, Module) else Recomputed(forward_func)
-        return original(function, *args, **kwargs)
-
-    return te_checkpoint
+    # Transformer Engine inspects a module for its own submodules; the modules Megatron passes contain no attention.
+    function = forward_func if isinstance(forward_func, Module) else Recomputed(forward_func)
+    return original(function, *args, **kwargs)
 
 
-def _save_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _save_loss(original: Function, bound: BoundArguments) -> None:
     """Replace ``save_loss_to_tracker``: counts the losses."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def save_loss_to_tracker(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        if signature.bind(*args, **kwargs).arguments["layer_number"] is not None:
-            _saved_losses().add_(1)
-
-    return save_loss_to_tracker
+    original(*bound.args, **bound.kwargs)
+    if bound.arguments["layer_number"] is not None:
+        _saved_losses().add_(1)
 
 
 def _saved_losses() -> Any:
@@ -297,31 +264,25 @@ def _saved_losses() -> Any:
     return tracker[SAVED_LOSSES]
 
 
-def _track_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _track_metrics(original: Function, bound: BoundArguments) -> None:
     """Replace ``track_indexer_metrics``: the mean over recorded losses, where upstream divides by all layers.
 
     The count of losses already includes upstream's ``loss_scale``, one over the number of micro-batches.
     """
-    signature = inspect.signature(original)
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
-    @functools.wraps(original)
-    def track_indexer_metrics(*args: Any, **kwargs: Any) -> None:
-        import torch
-        from megatron.core import parallel_state
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
-        values = DSAIndexerLossLoggingHelper.tracker.get("values")
-        if values is None:
-            original(*args, **kwargs)
-            return
-        saved = _saved_losses()
-        torch.distributed.all_reduce(saved, group=parallel_state.get_pipeline_model_parallel_group())
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments["loss_scale"] = values.numel() / saved.clamp(min=1).squeeze(0)
+    values = DSAIndexerLossLoggingHelper.tracker.get("values")
+    if values is None:
         original(*bound.args, **bound.kwargs)
-        saved.zero_()
-
-    return track_indexer_metrics
+        return
+    saved = _saved_losses()
+    torch.distributed.all_reduce(saved, group=parallel_state.get_pipeline_model_parallel_group())
+    bound.arguments["loss_scale"] = values.numel() / saved.clamp(min=1).squeeze(0)
+    original(*bound.args, **bound.kwargs)
+    saved.zero_()
 
 
 PATCH = Patch(

@@ -11,14 +11,12 @@ Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_varia
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed, observed
-from megacpp_mcore.patches.machinery.record import Edit, Patch
-from megacpp_mcore.patches.machinery.symbols import by_name
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, named_replacement
 
 if TYPE_CHECKING:
     import torch
@@ -34,26 +32,19 @@ _KNOWN = (
 )
 
 
-def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _wrap(run: Callable[[SimpleNamespace], Any]) -> Callable[[Function], Function]:
     """Make replacements that call ``run`` with the arguments by name, and the original if it returns None."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        bind = by_name(original, _KNOWN)
+    @named_replacement(_KNOWN)
+    def in_chunks(original: Function, call: SimpleNamespace) -> Any:
+        result = run(call)
+        if result is not None:
+            return result
+        reason = "the call is outside of the scope of the patch dsa-indexer-memory"
+        observed.note("indexer", "megatron", reason, speed=Speed.REFERENCE, requested="chunked", slower_than_best=True)
+        return original()
 
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            result = run(bind(*args, **kwargs))
-            if result is not None:
-                return result
-            reason = "the call is outside of the scope of the patch dsa-indexer-memory"
-            observed.note(
-                "indexer", "megatron", reason, speed=Speed.REFERENCE, requested="chunked", slower_than_best=True
-            )
-            return original(*args, **kwargs)
-
-        return replacement
-
-    return make
+    return in_chunks
 
 
 def _note(**by_kernel: bool) -> None:

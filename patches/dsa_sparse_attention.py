@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Dispatcher, Resolution, Speed, observed
 from megacpp_mcore.patches.dsa_indexer_memory import key_rule, mask_fits
-from megacpp_mcore.patches.machinery.record import Edit, Patch
-from megacpp_mcore.patches.machinery.symbols import by_name
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, named_replacement
 
 if TYPE_CHECKING:
     import torch
@@ -29,31 +27,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
+@named_replacement("query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions")
+def _attend(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_unfused_absorbed_dsa_fn``: ``[S, B, H, V]``."""
-    bind = by_name(
-        original, "query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions"
+    if (obstacle := _obstacle(call)) is not None:
+        _log_once(obstacle)
+        observed.note("sparse_mla", "megatron", obstacle, speed=Speed.REFERENCE, slower_than_best=True)
+        return original()
+    query, kv_TBK = call.query, call.key.squeeze(2)
+    backend = _backend(query.device.type, query.dtype, query.shape[-1], call.v_channels)
+    observed.note(
+        "sparse_mla",
+        backend.observed,
+        f"the patch {PATCH.name}: {backend.reason}",
+        speed=backend.speed,
+        slower_than_best=backend.slower_than_best,
     )
-
-    @functools.wraps(original)
-    def _unfused_absorbed_dsa_fn(*args: Any, **kwargs: Any) -> Any:
-        call = bind(*args, **kwargs)
-        if (obstacle := _obstacle(call)) is not None:
-            _log_once(obstacle)
-            observed.note("sparse_mla", "megatron", obstacle, speed=Speed.REFERENCE, slower_than_best=True)
-            return original(*args, **kwargs)
-        query, kv_TBK = call.query, call.key.squeeze(2)
-        backend = _backend(query.device.type, query.dtype, query.shape[-1], call.v_channels)
-        observed.note(
-            "sparse_mla",
-            backend.observed,
-            f"the patch {PATCH.name}: {backend.reason}",
-            speed=backend.speed,
-            slower_than_best=backend.slower_than_best,
-        )
-        return backend.fn(query, kv_TBK, _visible(call), softmax_scale=call.softmax_scale, value_dim=call.v_channels)
-
-    return _unfused_absorbed_dsa_fn
+    return backend.fn(query, kv_TBK, _visible(call), softmax_scale=call.softmax_scale, value_dim=call.v_channels)
 
 
 def _obstacle(call: SimpleNamespace) -> str | None:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from megacpp_mcore.patches.linear_cross_entropy import placeholder
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 DEVICE = "cuda"
 """Where the table lies whose gradient the kernel adds."""
@@ -41,32 +41,24 @@ def depth_of_mtp() -> Iterator[None]:
         _is_depth.reset(token)
 
 
-def _by_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _by_rows(original: Function, self: Any, input_: Any) -> Any:
     """Replace ``VocabParallelEmbedding.forward``."""
+    if not _fits(self, input_):
+        return original(self, input_)
+    from megacpp_mcore.ops.embedding import embedding
+    from megacpp_mcore.ops.main_grad import MainGrad
 
-    @functools.wraps(original)
-    def forward(self: Any, input_: Any) -> Any:
-        if not _fits(self, input_):
-            return original(self, input_)
-        from megacpp_mcore.ops.embedding import embedding
-        from megacpp_mcore.ops.main_grad import MainGrad
-
-        given = (lambda: None) if _is_depth.get() else functools.partial(placeholder, self.weight)
-        return embedding(input_, self.weight, MainGrad(self.weight.main_grad, given))
-
-    return forward
+    given = (lambda: None) if _is_depth.get() else functools.partial(placeholder, self.weight)
+    return embedding(input_, self.weight, MainGrad(self.weight.main_grad, given))
 
 
-def _marked_if_tied(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _marked_if_tied(original: Function, self: Any) -> None:
     """Replace ``LanguageModule.setup_embeddings_and_output_layer``."""
-
-    @functools.wraps(original)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        original(self)
-        if hasattr(self, "embedding") and not self.share_embeddings_and_output_weights:
-            vars(self.embedding.word_embeddings.weight).pop("zero_out_wgrad", None)
-
-    return setup_embeddings_and_output_layer
+    original(self)
+    if hasattr(self, "embedding") and not self.share_embeddings_and_output_weights:
+        vars(self.embedding.word_embeddings.weight).pop("zero_out_wgrad", None)
 
 
 def _fits(layer: Any, token: Any) -> bool:

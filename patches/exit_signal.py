@@ -7,36 +7,30 @@ Provenance: megatron-core 0.19.2 ``training/dist_signal_handler.py``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 
-def answer_a_step_later(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def answer_a_step_later(original: Function, self: Any) -> Any:
     """Replace ``DistributedSignalHandler.signals_received()``; Megatron-Bridge has a copy of the class."""
+    import torch
 
-    @functools.wraps(original)
-    def signals_received(self: Any) -> Any:
-        import torch
-
-        if not torch.distributed.is_initialized():
-            return original(self)
-        answer, copied = getattr(self, "_asked", (None, None))
-        on_gpu = "nccl" in torch.distributed.get_backend()
-        flag = torch.tensor([self._signal_received], dtype=torch.int32, pin_memory=on_gpu)
-        on_device = flag.to("cuda", non_blocking=True) if on_gpu else flag
-        torch.distributed.all_reduce(on_device, torch.distributed.ReduceOp.MAX)
-        self._asked = flag, None
-        if on_gpu:
-            flag.copy_(on_device, non_blocking=True)
-            self._asked = flag, torch.cuda.current_stream().record_event()
-        if copied is not None:
-            copied.synchronize()
-        return [] if answer is None else [bool(answer)]
-
-    return signals_received
+    if not torch.distributed.is_initialized():
+        return original(self)
+    answer, copied = getattr(self, "_asked", (None, None))
+    on_gpu = "nccl" in torch.distributed.get_backend()
+    flag = torch.tensor([self._signal_received], dtype=torch.int32, pin_memory=on_gpu)
+    on_device = flag.to("cuda", non_blocking=True) if on_gpu else flag
+    torch.distributed.all_reduce(on_device, torch.distributed.ReduceOp.MAX)
+    self._asked = flag, None
+    if on_gpu:
+        flag.copy_(on_device, non_blocking=True)
+        self._asked = flag, torch.cuda.current_stream().record_event()
+    if copied is not None:
+        copied.synchronize()
+    return [] if answer is None else [bool(answer)]
 
 
 PATCH = Patch(

@@ -12,27 +12,21 @@ called after the wrap, before every forward pass, and around saving and loading.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
-def _with_counters(original: Callable[[Any], None]) -> Callable[[Any], None]:
+@replacement
+def _with_counters(original: Function, self: Any) -> None:
     """Replace the router's ``_maintain_float32_expert_bias``: its counters, too."""
-
-    @functools.wraps(original)
-    def maintain(self: Any) -> None:
-        original(self)
-        for name in _COUNTERS:
-            counter = getattr(self, name, None)
-            if counter is not None and counter.dtype.itemsize == 2:
-                counter.data = counter.data.float()
-
-    return maintain
+    original(self)
+    for name in _COUNTERS:
+        counter = getattr(self, name, None)
+        if counter is not None and counter.dtype.itemsize == 2:
+            counter.data = counter.data.float()
 
 
 PATCH = Patch(

@@ -19,7 +19,7 @@ from typing import Any
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.model import MLA, Model, flops, preset
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 logger = logging.getLogger(__name__)
 
@@ -94,27 +94,21 @@ def _virtual_stages() -> int:
     return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
-def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _observed(original: Function, cu_seqlens: Any) -> None:
     """Replace ``update_seqlen_stats_from_cu_seqlens(cu_seqlens)``."""
-
-    @functools.wraps(original)
-    def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
-        original(cu_seqlens)
-        _documents.add(cu_seqlens)
-
-    return update_seqlen_stats_from_cu_seqlens
+    original(cu_seqlens)
+    _documents.add(cu_seqlens)
 
 
-def _closed(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _closed(
+    original: Function,
+) -> Any:
     """Replace ``consume_seqlen_stats_in_iteration()``, which divides by every parallel size but that one."""
-
-    @functools.wraps(original)
-    def consume_seqlen_stats_in_iteration() -> Any:
-        found = original()
-        _documents.close()
-        return tuple(total and total / _virtual_stages() for total in found)
-
-    return consume_seqlen_stats_in_iteration
+    found = original()
+    _documents.close()
+    return tuple(total and total / _virtual_stages() for total in found)
 
 
 @dataclass(frozen=True)

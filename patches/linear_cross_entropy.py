@@ -34,18 +34,18 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import BoundArguments
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed
 from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
 
 if TYPE_CHECKING:
     import torch
@@ -184,41 +184,36 @@ def placeholder(weight: Any) -> torch.Tensor | None:
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-def _with_lazy_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _with_lazy_logits(original: Function, bound: BoundArguments) -> Any:
     """Replace ``GPTModel._postprocess`` and of ``HybridModel.forward``."""
-    signature = inspect.signature(original)
+    import torch
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        bound = signature.bind(self, *args, **kwargs)
-        arguments = bound.arguments
-        if not self.post_process or arguments.get("labels") is None:
-            return original(self, *args, **kwargs)
-        obstacle = _of_call(self, arguments)
-        if obstacle is None:
-            if self.tp_group.size() > 1:
-                arguments["runtime_gather_output"] = False  # stock's loss is that of each rank's part
-            obstacle = _of_settings(self.config) or _of_layer(self.output_layer) or _of_weight(self)
-        if obstacle is not None:
-            _note(self, "megatron", obstacle)
-            _log_once(self, obstacle)
-            return original(*bound.args, **bound.kwargs)
-        _note(self, _OP, "the patch linear-cross-entropy")
-        mask = arguments.get("loss_mask")
-        global_vars = sys.modules.get("megatron.training.global_vars")
-        of_main = None if global_vars is None or global_vars._GLOBAL_ARGS is None else mask  # stock's script passes it
-        if mask is None and self.config.mtp_num_layers:
-            # Bridge passes none. The same as MTP's own, which could not be followed.
-            arguments["loss_mask"] = mask = torch.ones_like(arguments["labels"], dtype=torch.float32)
-        token = _running.set(_Run(self.output_layer, arguments["labels"], of_main, mask))
-        try:
-            return original(*bound.args, **bound.kwargs)
-        finally:
-            _running.reset(token)
-
-    return forward
+    arguments = bound.arguments
+    self = arguments["self"]
+    if not self.post_process or arguments.get("labels") is None:
+        return original(*bound.args, **bound.kwargs)
+    obstacle = _of_call(self, arguments)
+    if obstacle is None:
+        if self.tp_group.size() > 1:
+            arguments["runtime_gather_output"] = False  # stock's loss is that of each rank's part
+        obstacle = _of_settings(self.config) or _of_layer(self.output_layer) or _of_weight(self)
+    if obstacle is not None:
+        _note(self, "megatron", obstacle)
+        _log_once(self, obstacle)
+        return original(*bound.args, **bound.kwargs)
+    _note(self, _OP, "the patch linear-cross-entropy")
+    mask = arguments.get("loss_mask")
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    of_main = None if global_vars is None or global_vars._GLOBAL_ARGS is None else mask  # stock's script passes it
+    if mask is None and self.config.mtp_num_layers:
+        # Bridge passes none. The same as MTP's own, which could not be followed.
+        arguments["loss_mask"] = mask = torch.ones_like(arguments["labels"], dtype=torch.float32)
+    token = _running.set(_Run(self.output_layer, arguments["labels"], of_main, mask))
+    try:
+        return original(*bound.args, **bound.kwargs)
+    finally:
+        _running.reset(token)
 
 
 def _note(model: Any, observed: str, reason: str) -> None:
@@ -295,46 +290,36 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-def _lazy_output(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _lazy_output(
+    original: Function, self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None
+) -> Any:
     """Replace ``ColumnParallelLinear.forward``: the running model's output layer returns lazy logits."""
-
-    @functools.wraps(original)
-    def forward(self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> Any:
-        run = _running.get()
-        if run is None or run.layer is not self:
-            return original(self, input_, weight, runtime_gather_output)
-        return LazyLogits(self, input_, self.weight if weight is None else weight), None
-
-    return forward
+    run = _running.get()
+    if run is None or run.layer is not self:
+        return original(self, input_, weight, runtime_gather_output)
+    return LazyLogits(self, input_, self.weight if weight is None else weight), None
 
 
-def _lazy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _lazy_loss(original: Function, self: Any, labels: Any, logits: Any) -> Any:
     """Replace ``LanguageModule.compute_language_model_loss``."""
-
-    @functools.wraps(original)
-    def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
-        if not isinstance(logits, LazyLogits):
-            return original(self, labels, logits)
-        run = _running.get()
-        mask = None if run is None else run.mask_of(labels)
-        mask_SB = None if mask is None else mask.transpose(0, 1)
-        return logits.losses(labels.transpose(0, 1).contiguous(), mask_SB).transpose(0, 1).contiguous()
-
-    return compute_language_model_loss
+    if not isinstance(logits, LazyLogits):
+        return original(self, labels, logits)
+    run = _running.get()
+    mask = None if run is None else run.mask_of(labels)
+    mask_SB = None if mask is None else mask.transpose(0, 1)
+    return logits.losses(labels.transpose(0, 1).contiguous(), mask_SB).transpose(0, 1).contiguous()
 
 
-def _followed_roll(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _followed_roll(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``multi_token_prediction.roll_tensor``: tracks the rolled loss mask of the running model."""
-
-    @functools.wraps(original)
-    def roll_tensor(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        rolled = original(tensor, *args, **kwargs)
-        run = _running.get()
-        if run is not None and tensor is not None and tensor is run.rolled_mask:
-            run.rolled_mask = rolled[0]
-        return rolled
-
-    return roll_tensor
+    rolled = original(tensor, *args, **kwargs)
+    run = _running.get()
+    if run is not None and tensor is not None and tensor is run.rolled_mask:
+        run.rolled_mask = rolled[0]
+    return rolled
 
 
 PATCH = Patch(

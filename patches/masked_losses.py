@@ -9,66 +9,55 @@ Provenance: megatron-core 0.19.2 ``core/pipeline_parallel/schedules.py`` and ``c
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+from inspect import BoundArguments
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
 
 
-def _by_all_counted(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _by_all_counted(original: Function, bound: BoundArguments) -> Any:
     """Replace ``forward_step_calc_loss``: a micro-batch's loss is a mean over the tokens of all context-parallel ranks.
 
     Stock divides a rank's sum by the rank's own count, and the ranks are averaged. A loss function that has done this itself
     stays as it is: both of its numbers get the same factor. Without gradients, as in evaluation, nothing reads the quotient,
     and data that is no loss is asked for on one rank alone: there nothing is exchanged.
     """
-    signature = inspect.signature(original)
+    import torch
+    from megatron.core.parallel_state import get_context_parallel_group
 
-    @functools.wraps(original)
-    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
-        import torch
-        from megatron.core.parallel_state import get_context_parallel_group
-
-        bound, group = signature.bind(*args, **kwargs), get_context_parallel_group(check_initialized=False)
-        function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
-        is_loss = function is not None and not bound.arguments["collect_non_loss_data"] and torch.is_grad_enabled()
-        is_alone = ranks == 1 or group is None or group.size() == 1
-        if not is_loss or is_alone or bound.arguments["config"].calculate_per_token_loss:
-            return original(*args, **kwargs)
-        size = group.size()
-
-        def of_all_ranks(*inputs: Any, **more: Any) -> Any:
-            found = function(*inputs, **more)
-            if not isinstance(found, tuple) or len(found) != 3 or ranks not in (None, size):
-                return found
-            loss, tokens, logged = found
-            total = tokens.to(loss.device, copy=True)
-            torch.distributed.all_reduce(total, group=group)
-            return loss * size, total, logged
-
-        bound.arguments["loss_func"] = of_all_ranks
+    group = get_context_parallel_group(check_initialized=False)
+    function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
+    is_loss = function is not None and not bound.arguments["collect_non_loss_data"] and torch.is_grad_enabled()
+    is_alone = ranks == 1 or group is None or group.size() == 1
+    if not is_loss or is_alone or bound.arguments["config"].calculate_per_token_loss:
         return original(*bound.args, **bound.kwargs)
+    size = group.size()
 
-    return forward_step_calc_loss
+    def of_all_ranks(*inputs: Any, **more: Any) -> Any:
+        found = function(*inputs, **more)
+        if not isinstance(found, tuple) or len(found) != 3 or ranks not in (None, size):
+            return found
+        loss, tokens, logged = found
+        total = tokens.to(loss.device, copy=True)
+        torch.distributed.all_reduce(total, group=group)
+        return loss * size, total, logged
+
+    bound.arguments["loss_func"] = of_all_ranks
+    return original(*bound.args, **bound.kwargs)
 
 
-def _same_count_on_all(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _same_count_on_all(
+    original: Function, routing_map: Any, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
+) -> Any:
     """Replace ``get_tokens_per_expert_and_token_count``: with a mask, a rank's count is the mean over the ranks.
 
     Each rank has a part of the gradient of one loss, so that all need the same factor. Stock sums the ranks' counts in place,
     and takes the sum for the rank's own.
     """
-
-    @functools.wraps(original)
-    def get_tokens_per_expert_and_token_count(
-        routing_map: Any, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
-    ) -> Any:
-        per_expert, own, total = original(routing_map, reduce_group, topk, with_padding_mask)
-        return per_expert, total / reduce_group.size() if with_padding_mask else own, total
-
-    return get_tokens_per_expert_and_token_count
+    per_expert, own, total = original(routing_map, reduce_group, topk, with_padding_mask)
+    return per_expert, total / reduce_group.size() if with_padding_mask else own, total
 
 
 PATCH = Patch(

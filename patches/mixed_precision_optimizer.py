@@ -14,46 +14,41 @@ Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py`` and ``core/opti
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 if TYPE_CHECKING:
     import torch
 
 
-def _with_every_parameter_numbered(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_every_parameter_numbered(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
 
     The original runs on a view of the optimizer whose parallel lists of model and main parameters include the fp32 ones, in the
     order of the inner optimizer, to which the numbers refer. An fp32 parameter is its own main parameter and is saved with the
     model, so it is then removed from the fp32 copies to save.
     """
-
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_stub_optimizer or not any(self.fp32_from_fp32_groups):
-            return original(self, *args, **kwargs)
-        view = copy.copy(self)
-        view.fp32_from_float16_groups = [group["params"] for group in self.optimizer.param_groups]
-        view.float16_groups = [
-            _model_parameters(mains, copies, models)
-            for mains, copies, models in zip(
-                view.fp32_from_float16_groups, self.fp32_from_float16_groups, self.float16_groups, strict=True
-            )
-        ]
-        state = original(view, *args, **kwargs)
-        state["fp32_from_fp16_params"] = [
-            [sharded for sharded, main, model in zip(group, mains, models, strict=True) if main is not model]
-            for group, mains, models in zip(
-                state["fp32_from_fp16_params"], view.fp32_from_float16_groups, view.float16_groups, strict=True
-            )
-        ]
-        return state
-
-    return sharded_state_dict
+    if self.is_stub_optimizer or not any(self.fp32_from_fp32_groups):
+        return original(self, *args, **kwargs)
+    view = copy.copy(self)
+    view.fp32_from_float16_groups = [group["params"] for group in self.optimizer.param_groups]
+    view.float16_groups = [
+        _model_parameters(mains, copies, models)
+        for mains, copies, models in zip(
+            view.fp32_from_float16_groups, self.fp32_from_float16_groups, self.float16_groups, strict=True
+        )
+    ]
+    state = original(view, *args, **kwargs)
+    state["fp32_from_fp16_params"] = [
+        [sharded for sharded, main, model in zip(group, mains, models, strict=True) if main is not model]
+        for group, mains, models in zip(
+            state["fp32_from_fp16_params"], view.fp32_from_float16_groups, view.float16_groups, strict=True
+        )
+    ]
+    return state
 
 
 def _model_parameters(
@@ -70,35 +65,27 @@ def _is_fp32(parameter: torch.Tensor) -> bool:
     return parameter.dtype == torch.float32
 
 
-def _fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _fp32_first(original: Function, cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
     """Replace ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
 
     Upstream's next step creates each group's main parameters, fp32 parameters first; the replacement numbers them that way.
     """
-
-    @functools.wraps(original)
-    def _build_optimizer_group_ranges(cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
-        index_of, group_ranges = original(cls, param_groups, gbuf_ranges)
-        for group_index, group_range in enumerate(group_ranges):
-            group_range["params"].sort(key=lambda parameter: not _is_fp32(parameter))
-            for order, parameter in enumerate(group_range["params"]):
-                index_of[parameter] = (group_index, order)
-        return index_of, group_ranges
-
-    return _build_optimizer_group_ranges
+    index_of, group_ranges = original(cls, param_groups, gbuf_ranges)
+    for group_index, group_range in enumerate(group_ranges):
+        group_range["params"].sort(key=lambda parameter: not _is_fp32(parameter))
+        for order, parameter in enumerate(group_range["params"]):
+            index_of[parameter] = (group_index, order)
+    return index_of, group_ranges
 
 
-def _without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_gradients(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a ``DistributedOptimizer.load_parameter_state_from_…``: under ``no_grad``, as upstream's other loaders."""
+    import torch
 
-    @functools.wraps(original)
-    def load_parameter_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        with torch.no_grad():
-            return original(self, *args, **kwargs)
-
-    return load_parameter_state
+    with torch.no_grad():
+        return original(self, *args, **kwargs)
 
 
 PATCH = Patch(

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp_mcore.backends import Dispatcher, Speed, observed, vendor_switches
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 if TYPE_CHECKING:
     import torch
@@ -86,33 +86,30 @@ class Kept(NamedTuple):
     level: int = logging.WARNING
 
 
-def _run_fused(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _run_fused(
+    original: Function,
+    self: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    packed_seq_params: Any = None,
+    attn_mask_type: Any = None,
+    **extra_kwargs: Any,
+) -> Any:
     """Replace ``MultiLatentAttention._run_core_attention``."""
-
-    @functools.wraps(original)
-    def _run_core_attention(
-        self: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any,
-        packed_seq_params: Any = None,
-        attn_mask_type: Any = None,
-        **extra_kwargs: Any,
-    ) -> Any:
-        run = _runner(self.core_attention)
-        if run is not None:
-            os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
-            mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-            call = Call(self.core_attention, query, key, value, attention_mask, mask_type.name, packed_seq_params)
-            obstacle = _common_obstacle(call, extra_kwargs)
-            output = run(call) if obstacle is None else Kept(obstacle)
-            if not isinstance(output, Kept):
-                return output.flatten(2)
-            _report(call, None, output.reason, Speed.COMPILED, output.level)
-        return original(self, query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra_kwargs)
-
-    return _run_core_attention
+    run = _runner(self.core_attention)
+    if run is not None:
+        os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        call = Call(self.core_attention, query, key, value, attention_mask, mask_type.name, packed_seq_params)
+        obstacle = _common_obstacle(call, extra_kwargs)
+        output = run(call) if obstacle is None else Kept(obstacle)
+        if not isinstance(output, Kept):
+            return output.flatten(2)
+        _report(call, None, output.reason, Speed.COMPILED, output.level)
+    return original(self, query, key, value, attention_mask, packed_seq_params, attn_mask_type, **extra_kwargs)
 
 
 def _report(call: Call, backend: str | None, reason: str, speed: Speed, level: int = logging.INFO) -> None:
@@ -337,31 +334,30 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
 # --- the local implementation -------------------------------------------------------------------------------------------
 
 
-def _with_widths(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_widths(
+    original: Function,
+    self: Any,
+    *args: Any,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
     """Replace ``DotProductAttention.__init__``, which supports only one width for query, key and value."""
-
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(
-        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
-    ) -> None:
-        if k_channels is None and v_channels is None:
-            original(self, *args, **kwargs)
-            return
-        if k_channels is None or v_channels is None:
-            raise ModelError(
-                f"DotProductAttention got k_channels={k_channels} and v_channels={v_channels}, expected both or neither"
-            )
-        bound = signature.bind(self, *args, **kwargs)
-        if bound.arguments.get("softmax_scale") is None:
-            bound.arguments["softmax_scale"] = k_channels**-0.5
-        original(*bound.args, **bound.kwargs)
-        self.hidden_size_per_attention_head = k_channels
-        # Used only for the width of the forward method's output: H · V.
-        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return __init__
+    if k_channels is None and v_channels is None:
+        original(self, *args, **kwargs)
+        return
+    if k_channels is None or v_channels is None:
+        raise ModelError(
+            f"DotProductAttention got k_channels={k_channels} and v_channels={v_channels}, expected both or neither"
+        )
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    if bound.arguments.get("softmax_scale") is None:
+        bound.arguments["softmax_scale"] = k_channels**-0.5
+    original(*bound.args, **bound.kwargs)
+    self.hidden_size_per_attention_head = k_channels
+    # Used only for the width of the forward method's output: H · V.
+    self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
 def _instead_of_local(call: Call) -> torch.Tensor | Kept:

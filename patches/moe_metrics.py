@@ -13,14 +13,13 @@ tensor or context parallelism was logged.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from inspect import BoundArguments
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement
 
 _TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
 
@@ -33,26 +32,20 @@ _REDUCED: Mapping[str, Mapping[str, str | bool]] = {
 """How stock's ``TopKRouter`` has each loss reduced: the fields of ``MetricEntry``, groups by their names in a collection."""
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _counted(original: Function, bound: BoundArguments) -> Any:
     """Replace ``MoEMetricsTracker.report``."""
-    signature = inspect.signature(original)
-    is_mended = "num_moe_layers" in signature.parameters
-
-    @functools.wraps(original)
-    def report(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        run: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-        is_loop = run is not None and bound.arguments.get("force_initialize")
-        if is_loop and (count := contributors(run, is_mended=is_mended)):
-            # The tensors have an element for each layer, as routers make them; a list of layers is taken as it is.
-            layers = run.num_layers + (run.mtp_num_layers or 0)
-            bound.arguments |= {"num_layers": layers, "moe_layer_freq": [1] * count, "mtp_num_layers": None}
-            if is_mended:
-                bound.arguments["num_moe_layers"] = count
-            _reduce_alike(bound.arguments, layers)
-        return original(*bound.args, **bound.kwargs)
-
-    return report
+    is_mended = "num_moe_layers" in bound.signature.parameters
+    run: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    is_loop = run is not None and bound.arguments.get("force_initialize")
+    if is_loop and (count := contributors(run, is_mended=is_mended)):
+        # The tensors have an element for each layer, as routers make them; a list of layers is taken as it is.
+        layers = run.num_layers + (run.mtp_num_layers or 0)
+        bound.arguments |= {"num_layers": layers, "moe_layer_freq": [1] * count, "mtp_num_layers": None}
+        if is_mended:
+            bound.arguments["num_moe_layers"] = count
+        _reduce_alike(bound.arguments, layers)
+    return original(*bound.args, **bound.kwargs)
 
 
 def _reduce_alike(given: Mapping[str, Any], layers: int) -> None:
@@ -89,21 +82,15 @@ def contributors(args: Any, *, is_mended: bool) -> int:
     return sum(map(bool, placed)) + (repeated if placed[-1] and not is_ours else 0)
 
 
-def _within(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _within(original: Function, bound: BoundArguments) -> Any:
     """Replace ``MoEMetricsTracker.record``: a layer past the end of the tensor adds to the last element.
 
     A layer of MTP is numbered after the trunk, within its block, and the tensor has one element for each depth (#7172).
     """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def record(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        if (number := bound.arguments["layer_number"]) is not None:
-            bound.arguments["layer_number"] = min(number, bound.arguments["num_layers"])
-        return original(*bound.args, **bound.kwargs)
-
-    return record
+    if (number := bound.arguments["layer_number"]) is not None:
+        bound.arguments["layer_number"] = min(number, bound.arguments["num_layers"])
+    return original(*bound.args, **bound.kwargs)
 
 
 PATCH = Patch(

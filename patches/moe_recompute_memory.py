@@ -12,26 +12,20 @@ layer keeps as much with it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 
-def _without_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_graphs(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``MoELayer.postprocess``, the last that a forward pass does with a dispatcher."""
-
-    @functools.wraps(original)
-    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        for holder in (self.token_dispatcher, getattr(self.token_dispatcher, "_comm_manager", None)):
-            for name, value in dict(getattr(holder, "__dict__", {})).items():
-                if getattr(value, "grad_fn", None) is not None:
-                    setattr(holder, name, value.detach())
-        return output
-
-    return postprocess
+    output = original(self, *args, **kwargs)
+    for holder in (self.token_dispatcher, getattr(self.token_dispatcher, "_comm_manager", None)):
+        for name, value in dict(getattr(holder, "__dict__", {})).items():
+            if getattr(value, "grad_fn", None) is not None:
+                setattr(holder, name, value.detach())
+    return output
 
 
 PATCH = Patch(

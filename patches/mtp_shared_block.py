@@ -8,29 +8,32 @@ Provenance: megatron-core 0.19.2 ``training/models/gpt.py`` and ``core/transform
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
+from inspect import BoundArguments
+from types import SimpleNamespace
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
-from megacpp_mcore.patches.machinery.symbols import by_name
+from megacpp_mcore.patches.machinery.record import (
+    Edit,
+    Function,
+    Patch,
+    bound_replacement,
+    named_replacement,
+    replacement,
+)
 
 _MISSING = object()
 
 
-def _block_spec(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _block_spec(original: Function, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
     """Replace ``mtp_block_spec(config, transformer_layer_spec, vp_stage)``."""
-
-    @functools.wraps(original)
-    def mtp_block_spec(config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
-        ours = getattr(transformer_layer_spec, "mtp", _MISSING)
-        return original(config, transformer_layer_spec, vp_stage=vp_stage) if ours is _MISSING else ours
-
-    return mtp_block_spec
+    ours = getattr(transformer_layer_spec, "mtp", _MISSING)
+    return original(config, transformer_layer_spec, vp_stage=vp_stage) if ours is _MISSING else ours
 
 
-def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _weighted_loss(original: Function, bound: BoundArguments) -> Any:
     """Replace ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
 
     Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
@@ -38,28 +41,21 @@ def _weighted_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     (:func:`_over_ranks`): those of a row, and under losses by token all replicas (NVIDIA/Megatron-LM#7452, finding 3). Where
     neither a log nor a gradient reads them, as in evaluation, ranks do not ask each other.
     """
-    signature = inspect.signature(original)
+    import torch
+    from megatron.core import parallel_state
 
-    @functools.wraps(original)
-    def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
-        import torch
-        from megatron.core import parallel_state
-
-        bound = signature.bind(*args, **kwargs)
-        config = bound.arguments["config"]
-        decay = getattr(config, "mtp_loss_decay", None)
-        compute, group = bound.arguments["compute_language_model_loss"], bound.arguments.get("cp_group")
-        if config.calculate_per_token_loss:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        if decay is not None and config.mtp_num_layers > 1:
-            compute = _scaled_by_depth(compute, config.mtp_num_layers, decay)
-        is_read = bound.arguments["is_training"] or torch.is_grad_enabled()
-        if group is not None and group.size() > 1 and is_read and not config.hybrid_context_parallel:
-            compute = _over_ranks(compute, bound.arguments, group)
-        bound.arguments["compute_language_model_loss"] = compute
-        return original(*bound.args, **bound.kwargs)
-
-    return process_mtp_loss
+    config = bound.arguments["config"]
+    decay = getattr(config, "mtp_loss_decay", None)
+    compute, group = bound.arguments["compute_language_model_loss"], bound.arguments.get("cp_group")
+    if config.calculate_per_token_loss:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if decay is not None and config.mtp_num_layers > 1:
+        compute = _scaled_by_depth(compute, config.mtp_num_layers, decay)
+    is_read = bound.arguments["is_training"] or torch.is_grad_enabled()
+    if group is not None and group.size() > 1 and is_read and not config.hybrid_context_parallel:
+        compute = _over_ranks(compute, bound.arguments, group)
+    bound.arguments["compute_language_model_loss"] = compute
+    return original(*bound.args, **bound.kwargs)
 
 
 def _scaled_by_depth(compute: Callable[..., Any], depths: int, decay: float) -> Callable[..., Any]:
@@ -109,7 +105,8 @@ def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: A
     return loss
 
 
-def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
+@named_replacement("tensor shifts dims packed_seq_params cp_group return_sum")
+def _roll(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group, return_sum)``.
 
     Without context parallelism stock rolls the sequences one by one and reads their bounds on the host: two GPU syncs per
@@ -117,33 +114,26 @@ def _roll(original: Callable[..., Any]) -> Callable[..., Any]:
     stock expects that each sequence is cut over the ranks, but ``--dataloader-inter-document-masking`` cuts the row that holds
     them: there the row is rolled, and what has come from the next sequence is cleared.
     """
-    bind = by_name(original, "tensor shifts dims packed_seq_params cp_group return_sum")
+    tensor, cp_group, cu_seqlens = call.tensor, call.cp_group, call.packed_seq_params.cu_seqlens_q
+    on_last = call.dims in (-1, tensor.dim() - 1)
+    ranks = 1 if cp_group is None else cp_group.size()
+    if call.shifts != -1 or not on_last or cu_seqlens is None or (ranks > 1 and not _row_is_cut()):
+        return original()
+    if cu_seqlens.device != tensor.device:
+        if ranks == 1:  # bounds on the host, which stock reads without a wait
+            return original()
+        cu_seqlens = cu_seqlens.to(tensor.device)
+    from megacpp_mcore.ops.packed.documents import roll_left
 
-    @functools.wraps(original)
-    def roll(*args: Any, **kwargs: Any) -> Any:
-        call = bind(*args, **kwargs)
-        tensor, cp_group, cu_seqlens = call.tensor, call.cp_group, call.packed_seq_params.cu_seqlens_q
-        on_last = call.dims in (-1, tensor.dim() - 1)
-        ranks = 1 if cp_group is None else cp_group.size()
-        if call.shifts != -1 or not on_last or cu_seqlens is None or (ranks > 1 and not _row_is_cut()):
-            return original(*args, **kwargs)
-        if cu_seqlens.device != tensor.device:
-            if ranks == 1:  # bounds on the host, which stock reads without a wait
-                return original(*args, **kwargs)
-            cu_seqlens = cu_seqlens.to(tensor.device)
-        from megacpp_mcore.ops.packed.documents import roll_left
+    if ranks == 1:
+        rolled = roll_left(tensor, cu_seqlens)
+    else:
+        from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-        if ranks == 1:
-            rolled = roll_left(tensor, cu_seqlens)
-        else:
-            from megatron.core.transformer.multi_token_prediction import roll_tensor
-
-            # A view, since linear-cross-entropy follows the rolls of the mask itself.
-            of_row, _ = roll_tensor(tensor.view_as(tensor), -1, -1, cp_group=cp_group)
-            rolled = roll_left(tensor, cu_seqlens, of_row, ranks=ranks, rank=cp_group.rank())
-        return rolled, rolled.sum() if getattr(call, "return_sum", True) else None
-
-    return roll
+        # A view, since linear-cross-entropy follows the rolls of the mask itself.
+        of_row, _ = roll_tensor(tensor.view_as(tensor), -1, -1, cp_group=cp_group)
+        rolled = roll_left(tensor, cu_seqlens, of_row, ranks=ranks, rank=cp_group.rank())
+    return rolled, rolled.sum() if getattr(call, "return_sum", True) else None
 
 
 def _row_is_cut() -> bool:

@@ -21,7 +21,6 @@ runs the step again, layers are examined as they run.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import math
@@ -30,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacpp_mcore.errors import NonFiniteError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 logger = logging.getLogger(__name__)
 
@@ -174,54 +173,56 @@ def _mtp_losses() -> str:
     return f"a loss of MTP is not finite; if the main loss is, it began in {where}"
 
 
-def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _naming(
+    original: Function,
+    self: Any,
+    result: Any,
+    rejection_func: Callable[[Any], bool],
+    message: str,
+    *rest: Any,
+    **kwargs: Any,
+) -> None:
     """Replace ``RerunStateMachine.validate_result``."""
+    import torch
 
-    @functools.wraps(original)
-    def validate_result(
-        self: Any, result: Any, rejection_func: Callable[[Any], bool], message: str, *rest: Any, **kwargs: Any
-    ) -> None:
-        import torch
-
-        global _examining
-        if rejection_func not in (torch.isnan, torch.isinf) or not kwargs.get("fatal", True):
-            _check_waiting(
-                self
-            )  # a check that fails without stopping the run would be the one that the step is repeated for
-            original(self, result, rejection_func, message, *rest, **kwargs)
-            return
-        of_loss = "grad" not in message
-        late = vars(self).setdefault(LATER, [])
-        if late is not None and _can_wait(self, result):
-            known = (
-                late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
-            )  # losses are divided in place
-            late.append((weakref.ref(result), known, rejection_func, message, rest, kwargs))
-            if not of_loss:
-                self.has_checked_gradients = True
-            return
-        unchecked = self.state.name == "INITIAL_RUN" and not self.first_iteration_complete
-        if self.mode.value == "validate_results" and unchecked and rejection_func(result):
-            where = f"no parameter was updated; {origin(of_loss=of_loss)}"
-            raise NonFiniteError(f"step {self.current_iteration}: {message} ({float(result)}); {where}")
-        before = self.rerun_requested
-        is_checked = self.state.name == "INITIAL_RUN" and not before
-        try:
-            original(self, result, rejection_func, message, *rest, **kwargs)
-        except RuntimeError as error:
-            if "Unexpected result" not in str(error):
-                raise
-            raise NonFiniteError(f"{error}; no parameter was updated; {origin(of_loss=of_loss)}") from error
-        if self.rerun_requested and not before:
-            # What the layers made is gone by the time of a late check, or overwritten in CUDA graphs.
-            is_gone = late is None and of_loss
-            found = f"{_rank()}: the layer is named as the step runs again" if is_gone else origin(of_loss=of_loss)
-            logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, found)
-            _examining = True
-        if not of_loss and (is_checked or self.mode.value == "disabled") and self.mode.value != "report_stats":
+    global _examining
+    if rejection_func not in (torch.isnan, torch.isinf) or not kwargs.get("fatal", True):
+        _check_waiting(
+            self
+        )  # a check that fails without stopping the run would be the one that the step is repeated for
+        original(self, result, rejection_func, message, *rest, **kwargs)
+        return
+    of_loss = "grad" not in message
+    late = vars(self).setdefault(LATER, [])
+    if late is not None and _can_wait(self, result):
+        known = (
+            late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
+        )  # losses are divided in place
+        late.append((weakref.ref(result), known, rejection_func, message, rest, kwargs))
+        if not of_loss:
             self.has_checked_gradients = True
-
-    return validate_result
+        return
+    unchecked = self.state.name == "INITIAL_RUN" and not self.first_iteration_complete
+    if self.mode.value == "validate_results" and unchecked and rejection_func(result):
+        where = f"no parameter was updated; {origin(of_loss=of_loss)}"
+        raise NonFiniteError(f"step {self.current_iteration}: {message} ({float(result)}); {where}")
+    before = self.rerun_requested
+    is_checked = self.state.name == "INITIAL_RUN" and not before
+    try:
+        original(self, result, rejection_func, message, *rest, **kwargs)
+    except RuntimeError as error:
+        if "Unexpected result" not in str(error):
+            raise
+        raise NonFiniteError(f"{error}; no parameter was updated; {origin(of_loss=of_loss)}") from error
+    if self.rerun_requested and not before:
+        # What the layers made is gone by the time of a late check, or overwritten in CUDA graphs.
+        is_gone = late is None and of_loss
+        found = f"{_rank()}: the layer is named as the step runs again" if is_gone else origin(of_loss=of_loss)
+        logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, found)
+        _examining = True
+    if not of_loss and (is_checked or self.mode.value == "disabled") and self.mode.value != "report_stats":
+        self.has_checked_gradients = True
 
 
 def _can_wait(machine: Any, result: Any) -> bool:
@@ -249,40 +250,32 @@ def _check_waiting(machine: Any) -> None:
             del vars(machine)[LATER]
 
 
-def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _at_once(original: Function, self: Any, data_iterator: Any) -> Any:
     """Replace ``RerunStateMachine.should_run_forward_backward``, which first makes the checks that waited."""
-
-    @functools.wraps(original)
-    def should_run_forward_backward(self: Any, data_iterator: Any) -> Any:
-        _check_waiting(self)
-        if self.state.name == "NOT_RUNNING_YET":
-            self.has_checked_gradients = False
-        return original(self, data_iterator)
-
-    return should_run_forward_backward
+    _check_waiting(self)
+    if self.state.name == "NOT_RUNNING_YET":
+        self.has_checked_gradients = False
+    return original(self, data_iterator)
 
 
-def _finite_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _finite_norm(original: Function, self: Any) -> Any:
     """Replace ``ChainedOptimizer.get_grad_norm``: raises where nothing has checked the gradients before.
 
     A norm in the device's memory is read only then: the host would wait.
     """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    @functools.wraps(original)
-    def get_grad_norm(self: Any) -> Any:
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-        norm = original(self)
-        in_memory = hasattr(norm, "item")
-        if norm is None or (in_memory and getattr(get_rerun_state_machine(), "has_checked_gradients", False)):
-            return norm
-        value = float(norm)
-        skips = any(math.isfinite(one.config.grad_norm_skip_threshold) for one in self.chained_optimizers)
-        if math.isnan(value) or (math.isinf(value) and not skips):
-            raise NonFiniteError(f"the gradient norm is {value}; no parameter was updated; {origin(of_loss=False)}")
+    norm = original(self)
+    in_memory = hasattr(norm, "item")
+    if norm is None or (in_memory and getattr(get_rerun_state_machine(), "has_checked_gradients", False)):
         return norm
-
-    return get_grad_norm
+    value = float(norm)
+    skips = any(math.isfinite(one.config.grad_norm_skip_threshold) for one in self.chained_optimizers)
+    if math.isnan(value) or (math.isinf(value) and not skips):
+        raise NonFiniteError(f"the gradient norm is {value}; no parameter was updated; {origin(of_loss=False)}")
+    return norm
 
 
 PATCH = Patch(

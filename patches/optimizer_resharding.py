@@ -21,14 +21,13 @@ mended upstream, gathering, by pull request 5077.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, REMAINDER, UNSHARDED, load_into
 from megacpp_mcore.errors import CheckpointError, ModelError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 from megacpp_mcore.util.collectives import gathered
 
 if TYPE_CHECKING:
@@ -41,65 +40,61 @@ _refusals: list[str] | None = None
 """What this rank's optimizer refuses of the checkpoint that Megatron's loop is loading; None outside of its load."""
 
 
-def _refused_together(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _refused_together(original: Function, ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``load_checkpoint(ddp_model, optimizer, …)``: what the optimizer of one rank refuses is refused by all ranks.
 
     A rank that raised by itself would leave the others in the load's barrier; those without trainable parameters load nothing.
     """
-
-    @functools.wraps(original)
-    def load_checkpoint(ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        global _refusals
-        refusals = _refusals = []
-        try:
-            with load_into(optimizer):
-                loaded = original(ddp_model, optimizer, *args, **kwargs)
-        finally:
-            _refusals = None
-        if refusals := [refusal for of_rank in gathered(refusals) for refusal in of_rank]:
-            raise CheckpointError(refusals[0])
-        return loaded
-
-    return load_checkpoint
+    global _refusals
+    refusals = _refusals = []
+    try:
+        with load_into(optimizer):
+            loaded = original(ddp_model, optimizer, *args, **kwargs)
+    finally:
+        _refusals = None
+    if refusals := [refusal for of_rank in gathered(refusals) for refusal in of_rank]:
+        raise CheckpointError(refusals[0])
+    return loaded
 
 
-def _in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _in_place(
+    original: Function,
+    self: Any,
+    model_sharded_state_dict: Any,
+    is_loading: bool = False,
+    metadata: dict[str, Any] | None = None,
+) -> Any:
     """Replace ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     A checkpoint of an optimizer that is not distributed has the main parameters of 16-bit ones under another name, and of fp32
     ones as the model's.
     """
+    import torch  # late: patches can be listed and described without torch
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
-    @functools.wraps(original)
-    def sharded_param_state_fully_reshardable(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
-    ) -> Any:
-        import torch  # late: patches can be listed and described without torch
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
-
-        metadata = metadata or {}
-        entries = {
-            id(entry.data): entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, ShardedBase)
-        }
-        state: dict[Any, Any] = {_FOLDER: LocalNonpersistentObject(metadata.get(LOADED_FROM))} if is_loading else {}
-        for index, parameter in enumerate(self.model_param_gbuf_map):
-            owned = self._get_model_param_range_map(parameter)["param"]
-            tensors = self._get_main_param_and_optimizer_states(parameter)
-            state[index] = {}
-            for name, flat in tensors.items():
-                is_other = name == _MAIN and metadata.get(UNSHARDED)
-                if name == _STEP or (is_other and parameter.dtype == torch.float32):
-                    continue
-                # Whole main parameters are none of 16 bits: no run may take one for the other.
-                named = f"optimizer.state.{'fp32_param' if is_other else name}"
-                prefix = f"{REMAINDER if flat.dtype == torch.int16 else named}."
-                replica = self.distributed_optimizer_instance_id
-                found = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
-                state[index][name] = {at: _owned(box, replica, is_loading) for at, box in found}
-        return state
-
-    return sharded_param_state_fully_reshardable
+    metadata = metadata or {}
+    entries = {
+        id(entry.data): entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, ShardedBase)
+    }
+    state: dict[Any, Any] = {_FOLDER: LocalNonpersistentObject(metadata.get(LOADED_FROM))} if is_loading else {}
+    for index, parameter in enumerate(self.model_param_gbuf_map):
+        owned = self._get_model_param_range_map(parameter)["param"]
+        tensors = self._get_main_param_and_optimizer_states(parameter)
+        state[index] = {}
+        for name, flat in tensors.items():
+            is_other = name == _MAIN and metadata.get(UNSHARDED)
+            if name == _STEP or (is_other and parameter.dtype == torch.float32):
+                continue
+            # Whole main parameters are none of 16 bits: no run may take one for the other.
+            named = f"optimizer.state.{'fp32_param' if is_other else name}"
+            prefix = f"{REMAINDER if flat.dtype == torch.int16 else named}."
+            replica = self.distributed_optimizer_instance_id
+            found = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
+            state[index][name] = {at: _owned(box, replica, is_loading) for at, box in found}
+    return state
 
 
 def _owned(box: Any, replica: int, is_loading: bool) -> Any:
@@ -175,90 +170,78 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[in
                 yield (index, *corner), (1, *size)
 
 
-def _from_boxes(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _from_boxes(original: Function, self: Any, state_dict: Any) -> None:
     """Replace ``DistributedOptimizer.load_parameter_state_from_fully_reshardable(state_dict)``.
 
     Raises:
         CheckpointError: a main parameter does not round to the model's parameter, from the same checkpoint.
     """
+    import torch
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-    @functools.wraps(original)
-    def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any) -> None:
-        import torch
-        from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-
-        with torch.no_grad():
-            for index, parameter in enumerate(self.model_param_gbuf_map):
-                tensors = self._get_main_param_and_optimizer_states(parameter)
-                loaded = state_dict.get(index, {})
-                for name in tensors.keys() - {_STEP}:
-                    parts = loaded.get(name, {})
-                    if name == _MAIN and parameter.dtype == torch.float32 and not parts:
-                        continue  # it is the model's own
-                    tensors[name] = torch.zeros_like(tensors[name])
-                    for at, part in parts.items():
-                        tensors[name][at : at + part.numel()] = part.flatten()
-                # The precision-aware optimizer has main parameters of 16 bits, or (int16) what the weights leave of them.
-                is_fp32 = {tensors[_MAIN].dtype, self.config.main_params_dtype} == {torch.float32}
-                if state_dict.get(_FOLDER) and is_fp32 and not self._is_distopt_quantized_param(parameter):
-                    owned = self._get_model_param_range_map(parameter)["param"]
-                    rounded = tensors[_MAIN].to(parameter.dtype)
-                    if not torch.equal(rounded, parameter.detach().flatten()[owned.start : owned.end]):
-                        raise CheckpointError(
-                            f"the checkpoint {state_dict[_FOLDER]} has main parameters that are not those of its weights "
-                            f"(one of shape {list(parameter.shape)}), as megatron-core 0.19 saves them by itself with several "
-                            "gradient buckets; load it without the optimizer's state (--no-load-optim)",
-                            code="main-parameters",
-                        )
-                self._set_main_param_and_optimizer_states(parameter, tensors)
-        if isinstance(self.optimizer, HybridDeviceOptimizer):
-            self.optimizer._sync_hdo_state_to_sub_optimizers()
-
-    return load_parameter_state_from_fully_reshardable
+    with torch.no_grad():
+        for index, parameter in enumerate(self.model_param_gbuf_map):
+            tensors = self._get_main_param_and_optimizer_states(parameter)
+            loaded = state_dict.get(index, {})
+            for name in tensors.keys() - {_STEP}:
+                parts = loaded.get(name, {})
+                if name == _MAIN and parameter.dtype == torch.float32 and not parts:
+                    continue  # it is the model's own
+                tensors[name] = torch.zeros_like(tensors[name])
+                for at, part in parts.items():
+                    tensors[name][at : at + part.numel()] = part.flatten()
+            # The precision-aware optimizer has main parameters of 16 bits, or (int16) what the weights leave of them.
+            is_fp32 = {tensors[_MAIN].dtype, self.config.main_params_dtype} == {torch.float32}
+            if state_dict.get(_FOLDER) and is_fp32 and not self._is_distopt_quantized_param(parameter):
+                owned = self._get_model_param_range_map(parameter)["param"]
+                rounded = tensors[_MAIN].to(parameter.dtype)
+                if not torch.equal(rounded, parameter.detach().flatten()[owned.start : owned.end]):
+                    raise CheckpointError(
+                        f"the checkpoint {state_dict[_FOLDER]} has main parameters that are not those of its weights "
+                        f"(one of shape {list(parameter.shape)}), as megatron-core 0.19 saves them by itself with several "
+                        "gradient buckets; load it without the optimizer's state (--no-load-optim)",
+                        code="main-parameters",
+                    )
+            self._set_main_param_and_optimizer_states(parameter, tensors)
+    if isinstance(self.optimizer, HybridDeviceOptimizer):
+        self.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-def _by_saved_names(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _by_saved_names(
+    original: Function, self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
+) -> Any:
     """Replace ``ChainedOptimizer.sharded_state_dict``: at a load, names of the checkpoint's kind of optimizer."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any) -> Any:
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import ShardedBase
-
-        state = original(self, model_sharded_state_dict, is_loading, **kwargs)
-        metadata = kwargs.get("metadata") or {}
-        if is_loading and LOADED_FROM in metadata and not metadata.get(UNSHARDED):
-            for entry in nested_values(state):
-                if isinstance(entry, ShardedBase):
-                    entry.key = entry.key.replace("optimizer.state.fp32_param.", "optimizer.state.param.")
-        return state
-
-    return sharded_state_dict
+    state = original(self, model_sharded_state_dict, is_loading, **kwargs)
+    metadata = kwargs.get("metadata") or {}
+    if is_loading and LOADED_FROM in metadata and not metadata.get(UNSHARDED):
+        for entry in nested_values(state):
+            if isinstance(entry, ShardedBase):
+                entry.key = entry.key.replace("optimizer.state.fp32_param.", "optimizer.state.param.")
+    return state
 
 
-def _by_its_own_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _by_its_own_groups(original: Function, self: Any, state_dict: Any) -> None:
     """Replace ``ChainedOptimizer.load_state_dict(state_dict)``."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        optimizers = self.chained_optimizers
-        try:
-            if isinstance(state_dict, dict) and optimizers:
-                parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
-                states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
-                saved = [part for part in (state_dict, *parts) if _groups(part)]  # none of Megatron-FSDP
-                if saved and not all(map(_is_of_its_kind, optimizers, states)):
-                    states = [
-                        _state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)
-                    ]
-                    state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
-            original(self, state_dict)
-        except CheckpointError as error:
-            if _refusals is None:
-                raise
-            _refusals.append(str(error))
-
-    return load_state_dict
+    optimizers = self.chained_optimizers
+    try:
+        if isinstance(state_dict, dict) and optimizers:
+            parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
+            states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
+            saved = [part for part in (state_dict, *parts) if _groups(part)]  # none of Megatron-FSDP
+            if saved and not all(map(_is_of_its_kind, optimizers, states)):
+                states = [_state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)]
+                state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
+        original(self, state_dict)
+    except CheckpointError as error:
+        if _refusals is None:
+            raise
+        _refusals.append(str(error))
 
 
 def _is_of_its_kind(optimizer: Any, state: dict[str, Any]) -> bool:

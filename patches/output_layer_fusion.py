@@ -16,37 +16,31 @@ The output layer uses the configuration's ``init_method``, like all layers. If t
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-def _without_apex(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_apex(original: Function, self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
     """Replace a linear layer's ``__init__``: without a kernel, only this layer does without fusion."""
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
-        own = getattr(kwargs.get("init_method"), "for_output_layer", None)
-        # The models build only their output layer with this argument and without ``is_expert``.
-        if own is not None and "skip_weight_param_allocation" in kwargs and "is_expert" not in kwargs:
-            kwargs["init_method"] = own
-        available = importlib.import_module(_LAYERS)._grad_accum_fusion_available
-        if available or not config.gradient_accumulation_fusion:
-            original(self, *args, config=config, **kwargs)
-            return
-        # Not a copy: the configuration is the whole model's, and later changes have to reach this layer.
-        config.gradient_accumulation_fusion = False
-        try:
-            original(self, *args, config=config, **kwargs)
-        finally:
-            config.gradient_accumulation_fusion = True
-
-    return init
+    own = getattr(kwargs.get("init_method"), "for_output_layer", None)
+    # The models build only their output layer with this argument and without ``is_expert``.
+    if own is not None and "skip_weight_param_allocation" in kwargs and "is_expert" not in kwargs:
+        kwargs["init_method"] = own
+    available = importlib.import_module(_LAYERS)._grad_accum_fusion_available
+    if available or not config.gradient_accumulation_fusion:
+        original(self, *args, config=config, **kwargs)
+        return
+    # Not a copy: the configuration is the whole model's, and later changes have to reach this layer.
+    config.gradient_accumulation_fusion = False
+    try:
+        original(self, *args, config=config, **kwargs)
+    finally:
+        config.gradient_accumulation_fusion = True
 
 
 PATCH = Patch(

@@ -11,68 +11,52 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
+from inspect import BoundArguments
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
 
 
-def _cut_as_the_hidden_states(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _cut_as_the_hidden_states(original: Function, bound: BoundArguments) -> Any:
     """Replace ``GPTModel._preprocess``: the padding mask, [B, S], is cut over the model's group, as the embeddings are."""
-    signature = inspect.signature(original)
+    self = bound.arguments["self"]
+    from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
-    @functools.wraps(original)
-    def _preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-
-        bound = signature.bind(self, *args, **kwargs)
-        mask: Any = bound.arguments.get("padding_mask")
-        is_cut = self.config.sequence_parallel and self.pre_process and bound.arguments.get("decoder_input") is None
-        if mask is None or not is_cut or mask.shape != bound.arguments["input_ids"].shape:  # stock refuses it
-            return original(*bound.args, **bound.kwargs)
-        bound.arguments["padding_mask"] = None
-        found = original(*bound.args, **bound.kwargs)  # the mask is the sixth
-        own = scatter_to_sequence_parallel_region(mask.transpose(0, 1).contiguous(), group=self.pg_collection.tp)
-        return (*found[:5], own.transpose(0, 1).contiguous(), *found[6:])
-
-    return _preprocess
+    mask: Any = bound.arguments.get("padding_mask")
+    is_cut = self.config.sequence_parallel and self.pre_process and bound.arguments.get("decoder_input") is None
+    if mask is None or not is_cut or mask.shape != bound.arguments["input_ids"].shape:  # stock refuses it
+        return original(*bound.args, **bound.kwargs)
+    bound.arguments["padding_mask"] = None
+    found = original(*bound.args, **bound.kwargs)  # the mask is the sixth
+    own = scatter_to_sequence_parallel_region(mask.transpose(0, 1).contiguous(), group=self.pg_collection.tp)
+    return (*found[:5], own.transpose(0, 1).contiguous(), *found[6:])
 
 
-def _of_own_group(original: Callable[..., Any]) -> Callable[..., Any]:
+@bound_replacement
+def _of_own_group(original: Function, bound: BoundArguments) -> None:
     """Replace ``CrossAttention.__init__``: projections of queries, keys and values are cut over the attention's group."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        if (groups := bound.arguments.get("pg_collection")) is not None:
-            parts = bound.arguments["submodules"]
-            bound.arguments["submodules"] = dataclasses.replace(
-                parts,
-                linear_q=functools.partial(parts.linear_q, tp_group=groups.tp),
-                linear_kv=functools.partial(parts.linear_kv, tp_group=groups.tp),
-            )
-        original(*bound.args, **bound.kwargs)
-
-    return __init__
+    if (groups := bound.arguments.get("pg_collection")) is not None:
+        parts = bound.arguments["submodules"]
+        bound.arguments["submodules"] = dataclasses.replace(
+            parts,
+            linear_q=functools.partial(parts.linear_q, tp_group=groups.tp),
+            linear_kv=functools.partial(parts.linear_kv, tp_group=groups.tp),
+        )
+    original(*bound.args, **bound.kwargs)
 
 
-def _of_the_process(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _of_the_process(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``LLaVAModel._process_embedding_token_parallel``: another group than the process's is refused."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-    @functools.wraps(original)
-    def _process_embedding_token_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
-        if self.sequence_parallel_lm and self.pg_collection.tp is not get_tensor_model_parallel_group():
-            raise ValueError(
-                "LLaVAModel was given a tensor-parallel group of its own, and would cut sequences over the process's; build it "
-                "without pg_collection, or without sequence parallelism (NVIDIA/Megatron-LM#7452)"
-            )
-        return original(self, *args, **kwargs)
-
-    return _process_embedding_token_parallel
+    if self.sequence_parallel_lm and self.pg_collection.tp is not get_tensor_model_parallel_group():
+        raise ValueError(
+            "LLaVAModel was given a tensor-parallel group of its own, and would cut sequences over the process's; build it "
+            "without pg_collection, or without sequence parallelism (NVIDIA/Megatron-LM#7452)"
+        )
+    return original(self, *args, **kwargs)
 
 
 PATCH = Patch(

@@ -13,75 +13,65 @@ Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer_config.py`` and ``co
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 _MODULE = "megatron.core.optimizer"
 
 
-def _without_transformer_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_transformer_engine(original: Function, self: Any) -> None:
     """Replace ``OptimizerConfig.__post_init__``: Transformer Engine is not needed, and remainders are kept without it."""
-
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        remainders = self.store_param_remainders
-        try:
-            original(self)
-        except RuntimeError:  # upstream's last check
-            if not self.use_precision_aware_optimizer or self.optimizer_cpu_offload:
-                raise
-        self.store_param_remainders = remainders
-
-    return __post_init__
+    remainders = self.store_param_remainders
+    try:
+        original(self)
+    except RuntimeError:  # upstream's last check
+        if not self.use_precision_aware_optimizer or self.optimizer_cpu_offload:
+            raise
+    self.store_param_remainders = remainders
 
 
-def _with_own_adam(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_own_adam(
+    original: Function, config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Replace ``_get_megatron_optimizer_based_on_param_groups(config, model_chunks, param_groups, …)``.
 
     Raises:
         ModelError: what the optimizer is to keep, or how it is to step, is nothing that it can.
     """
+    module = importlib.import_module(_MODULE)
+    if (
+        not config.use_precision_aware_optimizer
+        or not param_groups
+        or any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model_chunks)
+        # With a recipe of FP8 other than delayed, Megatron keeps main parameters itself.
+        or not (config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or module.USING_PYTORCH_OPTIMIZER)
+    ):
+        return original(config, model_chunks, param_groups, *args, **kwargs)
+    from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 
-    @functools.wraps(original)
-    def _get_megatron_optimizer_based_on_param_groups(
-        config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        module = importlib.import_module(_MODULE)
-        if (
-            not config.use_precision_aware_optimizer
-            or not param_groups
-            or any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model_chunks)
-            # With a recipe of FP8 other than delayed, Megatron keeps main parameters itself.
-            or not (config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or module.USING_PYTORCH_OPTIMIZER)
-        ):
-            return original(config, model_chunks, param_groups, *args, **kwargs)
-        from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
+    if (obstacle := _obstacle(config)) is not None:
+        dtypes = {str(parameter.dtype) for group in param_groups for parameter in group["params"]}
+        if len(dtypes) > 1 or (module.USING_PYTORCH_OPTIMIZER and not config.optimizer_cpu_offload):
+            raise ModelError(
+                f"{obstacle}; the parameters are {' and '.join(sorted(dtypes))}: more than one dtype, or anything "
+                "without Transformer Engine, needs what is expected"
+            )
+        return original(config, model_chunks, param_groups, *args, **kwargs)
 
-        if (obstacle := _obstacle(config)) is not None:
-            dtypes = {str(parameter.dtype) for group in param_groups for parameter in group["params"]}
-            if len(dtypes) > 1 or (module.USING_PYTORCH_OPTIMIZER and not config.optimizer_cpu_offload):
-                raise ModelError(
-                    f"{obstacle}; the parameters are {' and '.join(sorted(dtypes))}: more than one dtype, or anything "
-                    "without Transformer Engine, needs what is expected"
-                )
-            return original(config, model_chunks, param_groups, *args, **kwargs)
+    def adam(*, params: Any, lr: Any, betas: Any, eps: float, weight_decay: float, **_: Any) -> PrecisionAwareAdam:
+        dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+        remainders = config.bf16 and config.store_param_remainders
+        how = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        return PrecisionAwareAdam(params, **how, dtypes=dtypes, remainders=remainders)
 
-        def adam(*, params: Any, lr: Any, betas: Any, eps: float, weight_decay: float, **_: Any) -> PrecisionAwareAdam:
-            dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
-            remainders = config.bf16 and config.store_param_remainders
-            how = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            return PrecisionAwareAdam(params, **how, dtypes=dtypes, remainders=remainders)
-
-        with mock.patch.multiple(module, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
-            return original(config, model_chunks, param_groups, *args, **kwargs)
-
-    return _get_megatron_optimizer_based_on_param_groups
+    with mock.patch.multiple(module, Adam=adam, USING_PYTORCH_OPTIMIZER=False):
+        return original(config, model_chunks, param_groups, *args, **kwargs)
 
 
 def _obstacle(config: Any) -> str | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
-import functools
 import json
 import os
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import rank_and_size
 from megacpp_mcore.util.files import replace, sha256_of
@@ -38,63 +37,55 @@ _building = threading.Lock()
 """Held while one of the threads that build datasets takes this rank for rank 0."""
 
 
-def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _checked(original: Function, self: Any) -> Any:
     """Replace the two methods that read a dataset's indices, or build them on rank 0."""
-
-    @functools.wraps(original)
-    def build(self: Any) -> Any:
-        if not self.config.path_to_cache:
-            return original(self)
-        split = self.index_split if hasattr(self, "index_split") else self.split
-        base = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}"
-        folder = Path(self.config.path_to_cache)
-        if (problem := problem_of(folder, base)) is None:
-            return original(self)
-        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
-            raise DataError(
-                f"{problem}; with --dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap no index is built: start "
-                "once without them and with the same --data-cache-path, below which the data's contents choose a folder"
-            )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with _in_turn(folder / f".{base}.lock"):
-                if (problem := problem_of(folder, base)) is None:  # another rank of this host has built them
-                    return original(self)
-                if any(folder.glob(f"{base}-*")):
-                    console.say(f"megacpp-mcore: {problem}; the sample indices are built anew")
-                return _build(self, original, folder, base)
-        except OSError as error:
-            raise DataError(
-                f"the sample indices cannot be cached in {folder}: {error}; name a folder that can be written with "
-                "--data-cache-path",
-                code="no-cache",
-            ) from error
-
-    return build
+    if not self.config.path_to_cache:
+        return original(self)
+    split = self.index_split if hasattr(self, "index_split") else self.split
+    base = f"{self.unique_description_hash}-{type(self).__name__}-{split.name}"
+    folder = Path(self.config.path_to_cache)
+    if (problem := problem_of(folder, base)) is None:
+        return original(self)
+    if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+        raise DataError(
+            f"{problem}; with --dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap no index is built: start "
+            "once without them and with the same --data-cache-path, below which the data's contents choose a folder"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _in_turn(folder / f".{base}.lock"):
+            if (problem := problem_of(folder, base)) is None:  # another rank of this host has built them
+                return original(self)
+            if any(folder.glob(f"{base}-*")):
+                console.say(f"megacpp-mcore: {problem}; the sample indices are built anew")
+            return _build(self, original, folder, base)
+    except OSError as error:
+        raise DataError(
+            f"the sample indices cannot be cached in {folder}: {error}; name a folder that can be written with "
+            "--data-cache-path",
+            code="no-cache",
+        ) from error
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _counted(original: Function, self: Any, num_tokens_per_epoch: int) -> Any:
     """Replace the method that adds up epochs until there are tokens for all samples."""
-
-    @functools.wraps(original)
-    def epochs(self: Any, num_tokens_per_epoch: int) -> Any:
-        if num_tokens_per_epoch <= 0 and self.num_samples is not None:
-            raise DataError(
-                f"the {self.index_split.name} split of {self.dataset_path} has no token: --split {self.config.split} leaves it "
-                f"{len(self.indices)} documents; give it a larger share, or 0 with --eval-iters 0",
-                code="empty-split",
-            )
-        sample = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
-        whole = self.index_split.name != "valid" or self.config.drop_last_partial_validation_sequence
-        if self.num_samples is None and whole and num_tokens_per_epoch < sample:
-            raise DataError(
-                f"the {self.index_split.name} split of {self.dataset_path} has {num_tokens_per_epoch} tokens, and one sample "
-                f"{sample}: leave it out, or give the datasets weights, by which it is repeated",
-                code="empty-split",
-            )
-        return original(self, num_tokens_per_epoch)
-
-    return epochs
+    if num_tokens_per_epoch <= 0 and self.num_samples is not None:
+        raise DataError(
+            f"the {self.index_split.name} split of {self.dataset_path} has no token: --split {self.config.split} leaves it "
+            f"{len(self.indices)} documents; give it a larger share, or 0 with --eval-iters 0",
+            code="empty-split",
+        )
+    sample = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
+    whole = self.index_split.name != "valid" or self.config.drop_last_partial_validation_sequence
+    if self.num_samples is None and whole and num_tokens_per_epoch < sample:
+        raise DataError(
+            f"the {self.index_split.name} split of {self.dataset_path} has {num_tokens_per_epoch} tokens, and one sample "
+            f"{sample}: leave it out, or give the datasets weights, by which it is repeated",
+            code="empty-split",
+        )
+    return original(self, num_tokens_per_epoch)
 
 
 def problem_of(folder: Path, base: str) -> str | None:

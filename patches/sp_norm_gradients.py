@@ -13,14 +13,13 @@ DistributedDataParallel it cannot: ``finalize_model_grads`` needs the wrapper.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -38,28 +37,24 @@ class _Undistributed:
         self.named_parameters = chunk.named_parameters
 
 
-def _complete_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _complete_gradients(original: Function, **arguments: Any) -> Any:
     """Replace a schedule, which is keyword-only."""
+    if arguments.get("forward_only"):
+        return original(**arguments)
+    from megatron.core.utils import get_model_config
 
-    @functools.wraps(original)
-    def schedule(**arguments: Any) -> Any:
-        if arguments.get("forward_only"):
-            return original(**arguments)
-        from megatron.core.utils import get_model_config
-
-        model = arguments["model"]
-        chunks = model if isinstance(model, list) else [model]
-        config = get_model_config(chunks[0])
-        if config.finalize_model_grads_func is not None:
-            _refuse_mixed(chunks)
-            return original(**arguments)
-        _take_complete(chunks)
-        group = _tensor_group(arguments.get("pg_collection"))
-        if group is None or group.size() == 1 or any(_reduces_itself(chunk) for chunk in chunks):
-            return original(**arguments)
-        return _run_and_sum(original, arguments, chunks, config, group)
-
-    return schedule
+    model = arguments["model"]
+    chunks = model if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    if config.finalize_model_grads_func is not None:
+        _refuse_mixed(chunks)
+        return original(**arguments)
+    _take_complete(chunks)
+    group = _tensor_group(arguments.get("pg_collection"))
+    if group is None or group.size() == 1 or any(_reduces_itself(chunk) for chunk in chunks):
+        return original(**arguments)
+    return _run_and_sum(original, arguments, chunks, config, group)
 
 
 def _run_and_sum(
@@ -88,21 +83,17 @@ def _run_and_sum(
     return result
 
 
-def _reduce_once(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _reduce_once(original: Function, model: Sequence[Any], config: Any, tp_group: Any = None) -> None:
     """Replace ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
 
     Skips what a schedule has already reduced, so that a loop that calls ``finalize_model_grads`` itself after the
     schedule gets the same gradients as without the patch.
     """
-
-    @functools.wraps(original)
-    def reduce(model: Sequence[Any], config: Any, tp_group: Any = None) -> None:
-        complete = _take_complete(model)
-        pending = [chunk for chunk, done in zip(model, complete, strict=True) if not done]
-        if pending:
-            original(pending, config, tp_group)
-
-    return reduce
+    complete = _take_complete(model)
+    pending = [chunk for chunk, done in zip(model, complete, strict=True) if not done]
+    if pending:
+        original(pending, config, tp_group)
 
 
 def _take_complete(chunks: Sequence[Any]) -> list[bool]:

@@ -7,12 +7,11 @@ Provenance: megatron-core 0.19.2 ``core/transformer/spec_utils.py``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megacpp_mcore.errors import SpecImportError
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 
 def spec_words(values: Sequence[str]) -> tuple[str, str]:
@@ -53,14 +52,10 @@ def import_named(module: str, attribute: str) -> Any:
         raise SpecImportError(f"Could not find spec '{attribute}' in module '{module}': {cause}") from error
 
 
-def _strict_import(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _strict_import(original: Function, module_path: Sequence[str]) -> Any:
     """Replace ``import_module(module_path)``."""
-
-    @functools.wraps(original)
-    def import_module(module_path: Sequence[str]) -> Any:
-        return import_named(*spec_words(module_path))
-
-    return import_module
+    return import_named(*spec_words(module_path))
 
 
 PATCH = Patch(

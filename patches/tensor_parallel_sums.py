@@ -12,79 +12,65 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 
-def _marked_sinks(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _marked_sinks(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace an attention's ``__init__``: sinks of a rank's heads are sharded, not copies of which the first rank's counts.
 
     MLA's builds a second core attention, after the one of the class that it extends.
     """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from torch.nn import Parameter
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-        from torch.nn import Parameter
-
-        original(self, *args, **kwargs)
-        sinks = getattr(self.core_attention, "softmax_offset", None)
-        if isinstance(sinks, Parameter) and not hasattr(sinks, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-
-    return __init__
+    original(self, *args, **kwargs)
+    sinks = getattr(self.core_attention, "softmax_offset", None)
+    if isinstance(sinks, Parameter) and not hasattr(sinks, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
 
-def _summed_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _summed_norm(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace a gated delta net's ``__init__``: ranks sum the gradients of the norm that all their heads share.
 
     Stock does so under sequence parallelism only. Among the gradients that it reduces otherwise are those to be averaged.
     """
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.tp_size > 1 and not self.config.sequence_parallel:
-            for parameter in self.out_norm.parameters():
-                parameter.average_gradients_across_tp_domain = True
-                parameter.register_hook(lambda gradient: gradient * self.tp_size)
-
-    return __init__
+    original(self, *args, **kwargs)
+    if self.tp_size > 1 and not self.config.sequence_parallel:
+        for parameter in self.out_norm.parameters():
+            parameter.average_gradients_across_tp_domain = True
+            parameter.register_hook(lambda gradient: gradient * self.tp_size)
 
 
-def _smoothed_over_all(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _smoothed_over_all(
+    original: Function, vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
+) -> Any:
     """Replace ``vocab_parallel_cross_entropy``: labels are smoothed over the vocabulary of all ranks.
 
     With K entries, a smoothing ε gives each but the label ε / (K − 1): the loss −log p_y + ε K / (K − 1) · (x_y − mean x).
     """
+    import torch
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-    @functools.wraps(original)
-    def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
-    ) -> Any:
-        import torch
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-        from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-
-        group = tp_group or get_tensor_model_parallel_group()
-        if not 0 < label_smoothing < 1 or group.size() == 1:
-            return original(vocab_parallel_logits, target, label_smoothing, tp_group)
-        own = vocab_parallel_logits.shape[-1]
-        total = own * group.size()
-        column_SB = target - own * group.rank()
-        is_own_SB = (column_SB >= 0) & (column_SB < own)
-        # Before stock, which subtracts the largest logit in place: neither keeps the logits for its gradient, as gather would.
-        first_SB = torch.arange(column_SB.numel(), device=column_SB.device).view_as(column_SB) * own
-        label_SB = vocab_parallel_logits.flatten()[first_SB + column_SB.clamp(0, own - 1)].float() * is_own_SB
-        mean_SB = vocab_parallel_logits.sum(-1, dtype=torch.float32) / total
-        above_mean_SB = reduce_from_tensor_model_parallel_region(label_SB - mean_SB, group)
-        loss_SB = original(vocab_parallel_logits, target, tp_group=tp_group)
-        return loss_SB + label_smoothing * total / (total - 1) * above_mean_SB
-
-    return vocab_parallel_cross_entropy
+    group = tp_group or get_tensor_model_parallel_group()
+    if not 0 < label_smoothing < 1 or group.size() == 1:
+        return original(vocab_parallel_logits, target, label_smoothing, tp_group)
+    own = vocab_parallel_logits.shape[-1]
+    total = own * group.size()
+    column_SB = target - own * group.rank()
+    is_own_SB = (column_SB >= 0) & (column_SB < own)
+    # Before stock, which subtracts the largest logit in place: neither keeps the logits for its gradient, as gather would.
+    first_SB = torch.arange(column_SB.numel(), device=column_SB.device).view_as(column_SB) * own
+    label_SB = vocab_parallel_logits.flatten()[first_SB + column_SB.clamp(0, own - 1)].float() * is_own_SB
+    mean_SB = vocab_parallel_logits.sum(-1, dtype=torch.float32) / total
+    above_mean_SB = reduce_from_tensor_model_parallel_region(label_SB - mean_SB, group)
+    loss_SB = original(vocab_parallel_logits, target, tp_group=tp_group)
+    return loss_SB + label_smoothing * total / (total - 1) * above_mean_SB
 
 
 PATCH = Patch(

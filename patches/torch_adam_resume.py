@@ -12,11 +12,9 @@ Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py``; PyTorc
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 STEP = "step"
 
@@ -31,48 +29,36 @@ def _counts_by_itself(optimizer: Any) -> bool:
     )
 
 
-def _from_the_first_step_on(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _from_the_first_step_on(original: Function, self: Any) -> Any:
     """Replace ``DistributedOptimizer.state_dict()``: before the first step it creates Adam's initial state."""
+    import torch
 
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        import torch
-
-        if _counts_by_itself(self) and not self.optimizer.state:
-            for group in self.optimizer.param_groups:
-                for main in group["params"]:
-                    moments = {name: torch.zeros_like(main.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                    self.optimizer.state[main] = {STEP: torch.tensor(0.0), **moments}
-        return original(self)
-
-    return state_dict
+    if _counts_by_itself(self) and not self.optimizer.state:
+        for group in self.optimizer.param_groups:
+            for main in group["params"]:
+                moments = {name: torch.zeros_like(main.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[main] = {STEP: torch.tensor(0.0), **moments}
+    return original(self)
 
 
-def _with_counts_of_their_own(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_counts_of_their_own(original: Function, self: Any, state_dict: Any) -> Any:
     """Replace ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter gets its own step tensor."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        loaded = original(self, state_dict)
-        if _counts_by_itself(self):
-            for state in self.optimizer.state.values():
-                state[STEP] = state[STEP].clone()
-        return loaded
-
-    return load_state_dict
+    loaded = original(self, state_dict)
+    if _counts_by_itself(self):
+        for state in self.optimizer.state.values():
+            state[STEP] = state[STEP].clone()
+    return loaded
 
 
-def _without_the_count(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _without_the_count(original: Function, self: Any, model_param: Any, tensors: Any) -> Any:
     """Replace ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
 
     The step count is loaded with the parameter groups; upstream skips entries that are not tensors.
     """
-
-    @functools.wraps(original)
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
-        return original(self, model_param, {**tensors, STEP: None} if _counts_by_itself(self) else tensors)
-
-    return _set_main_param_and_optimizer_states
+    return original(self, model_param, {**tensors, STEP: None} if _counts_by_itself(self) else tensors)
 
 
 PATCH = Patch(

@@ -18,54 +18,51 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from megacpp_mcore.arguments.lowering import check_under_torch_fsdp
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
-from megacpp_mcore.patches.machinery.record import Edit, Patch
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
 
 _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 
 
-def _by_block(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _by_block(
+    original: Function, self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
+) -> None:
     """Replace ``TorchFullyShardedDataParallel.__init__``."""
+    import torch
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch.distributed.fsdp import FSDPModule
 
-    @functools.wraps(original)
-    def init(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        import torch
-        from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-        from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-        from megatron.core.transformer.transformer_layer import TransformerLayer
-        from torch.distributed.fsdp import FSDPModule
-
-        ours = hasattr(config, checkpoint_layout.KEY)  # what other models are given is stock's affair
-        if ours:
-            _check(config, ddp_config)
-        stock = importlib.import_module(_STOCK)
-        parameters = list(module.parameters())
-        is_mixed = len({parameter.dtype for parameter in parameters}) > 1
-        whole = [parameter for parameter in parameters if is_mixed and parameter.dtype == torch.float32]
-        shard = functools.partial(stock.fully_shard, ignored_params=set(whole))
-        if ours and not args:
-            kwargs.setdefault("sub_modules_to_wrap", {TransformerLayer, LanguageModelEmbedding})
-        with mock.patch.object(stock, "fully_shard", shard):
-            original(self, config, ddp_config, module, *args, **kwargs)
-        self.whole_parameters = whole
-        device = self.device_mesh.device_type
-        for parameter in whole:
-            parameter.data = parameter.data.to(device)
-            parameter.shared = self.process_group.rank() > 0  # in Megatron: another rank counts it in the norm
-        module.set_reshard_after_forward(False, recurse=False)  # the backward pass needs its weights first
-        if config.mtp_num_layers:
-            for one in module.modules():
-                if isinstance(one, LanguageModelEmbedding | MultiTokenPredictionBlock):
-                    for inner in one.modules():
-                        if isinstance(inner, FSDPModule):
-                            inner.set_reshard_after_forward(False)
-
-    return init
+    ours = hasattr(config, checkpoint_layout.KEY)  # what other models are given is stock's affair
+    if ours:
+        _check(config, ddp_config)
+    stock = importlib.import_module(_STOCK)
+    parameters = list(module.parameters())
+    is_mixed = len({parameter.dtype for parameter in parameters}) > 1
+    whole = [parameter for parameter in parameters if is_mixed and parameter.dtype == torch.float32]
+    shard = functools.partial(stock.fully_shard, ignored_params=set(whole))
+    if ours and not args:
+        kwargs.setdefault("sub_modules_to_wrap", {TransformerLayer, LanguageModelEmbedding})
+    with mock.patch.object(stock, "fully_shard", shard):
+        original(self, config, ddp_config, module, *args, **kwargs)
+    self.whole_parameters = whole
+    device = self.device_mesh.device_type
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+        parameter.shared = self.process_group.rank() > 0  # in Megatron: another rank counts it in the norm
+    module.set_reshard_after_forward(False, recurse=False)  # the backward pass needs its weights first
+    if config.mtp_num_layers:
+        for one in module.modules():
+            if isinstance(one, LanguageModelEmbedding | MultiTokenPredictionBlock):
+                for inner in one.modules():
+                    if isinstance(inner, FSDPModule):
+                        inner.set_reshard_after_forward(False)
 
 
 def _check(config: Any, ddp_config: Any) -> None:
@@ -89,74 +86,60 @@ def _check(config: Any, ddp_config: Any) -> None:
     check_under_torch_fsdp(run)
 
 
-def _with_whole_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_whole_parameters(original: Function, self: Any, force_all_reduce: bool = False) -> None:
     """Replace ``TorchFullyShardedDataParallel.finish_grad_sync``, called once a step."""
+    import torch
 
-    @functools.wraps(original)
-    def finish_grad_sync(self: Any, force_all_reduce: bool = False) -> None:
-        import torch
-
-        original(self, force_all_reduce)
-        trained = [parameter for parameter in getattr(self, "whole_parameters", ()) if parameter.grad is not None]
-        if trained:
-            flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
-            torch.distributed.all_reduce(flat, group=self.process_group)
-            flat /= self.process_group.size()
-            for parameter, mean in zip(trained, flat.split([one.numel() for one in trained]), strict=True):
-                # Megatron's optimizer reads gradients of fp32 parameters in a bf16 model from here.
-                parameter.grad = parameter.main_grad = mean.view_as(parameter)
-
-    return finish_grad_sync
+    original(self, force_all_reduce)
+    trained = [parameter for parameter in getattr(self, "whole_parameters", ()) if parameter.grad is not None]
+    if trained:
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
+        torch.distributed.all_reduce(flat, group=self.process_group)
+        flat /= self.process_group.size()
+        for parameter, mean in zip(trained, flat.split([one.numel() for one in trained]), strict=True):
+            # Megatron's optimizer reads gradients of fp32 parameters in a bf16 model from here.
+            parameter.grad = parameter.main_grad = mean.view_as(parameter)
 
 
-def _with_state_to_load(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_state_to_load(original: Function, self: Any, is_loading: bool = False) -> Any:
     """Replace ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
+    import torch
 
-    @functools.wraps(original)
-    def state_dict(self: Any, is_loading: bool = False) -> Any:
-        import torch
-
-        for one in self.chained_optimizers if is_loading else ():
-            adam = one.optimizer
-            if adam.state:
-                continue
-            if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
-                one.init_state_fn(adam, one.config)
-                for group in adam.param_groups:
-                    group.setdefault("step", 0)  # Transformer Engine's Adam counts steps there
-                continue
-            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-                moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
-        return original(self)
-
-    return state_dict
+    for one in self.chained_optimizers if is_loading else ():
+        adam = one.optimizer
+        if adam.state:
+            continue
+        if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+            one.init_state_fn(adam, one.config)
+            for group in adam.param_groups:
+                group.setdefault("step", 0)  # Transformer Engine's Adam counts steps there
+            continue
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    return original(self)
 
 
-def _with_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def _with_whole_tensors(original: Function, self: Any, state_dict: Any, strict: bool = True) -> None:
     """Replace ``TorchFullyShardedDataParallel.load_state_dict``, which does nothing.
 
     torch_dcp loads in place. A ``torch`` checkpoint arrives as replicated DTensors, which Megatron creates even for buffers and
     unsharded parameters.
     """
+    from torch.distributed.tensor import DTensor
 
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any, strict: bool = True) -> None:
-        from torch.distributed.tensor import DTensor
-
-        read = {
-            name for name, one in state_dict.items() if isinstance(one, DTensor) and one.placements[0].is_replicate()
-        }
-        if not read:
-            return
-        own = self.module.state_dict()
-        values = {
-            name: one.to_local() if name in read and not isinstance(own.get(name), DTensor) else one
-            for name, one in state_dict.items()
-        }
-        self.module.load_state_dict(values, strict=strict)
-
-    return load_state_dict
+    read = {name for name, one in state_dict.items() if isinstance(one, DTensor) and one.placements[0].is_replicate()}
+    if not read:
+        return
+    own = self.module.state_dict()
+    values = {
+        name: one.to_local() if name in read and not isinstance(own.get(name), DTensor) else one
+        for name, one in state_dict.items()
+    }
+    self.module.load_state_dict(values, strict=strict)
 
 
 PATCH = Patch(

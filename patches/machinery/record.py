@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
@@ -12,6 +14,73 @@ from megacpp_mcore.patches.machinery.symbols import Refusal, digest
 from megacpp_mcore.versions import MEGATRON_CORE
 
 NOT_MEASURED = "not measured"
+Function = Callable[..., Any]
+
+
+def replacement(body: Function) -> Callable[[Function], Function]:
+    """Make the ``make`` of an :class:`Edit` of a ``body`` that is called with the original, then a call's own arguments."""
+
+    @functools.wraps(body)
+    def make(original: Function) -> Function:
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return body(original, *args, **kwargs)
+
+        return replaced
+
+    return make
+
+
+def bound_replacement(body: Function) -> Callable[[Function], Function]:
+    """As :func:`replacement`, of a ``body`` that is called with the original and the arguments, bound to its parameters."""
+
+    @functools.wraps(body)
+    def make(original: Function) -> Function:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return body(original, signature.bind(*args, **kwargs))
+
+        return replaced
+
+    return make
+
+
+def named_replacement(known: str) -> Callable[[Function], Callable[[Function], Function]]:
+    """As :func:`replacement`, of a ``body`` in place of a target, some of whose calls it leaves to it.
+
+    The body is called with the call to the original, itself without arguments, and all arguments by name, defaults included.
+
+    Args:
+        known: the names, separated by spaces, of all parameters that the body uses or may ignore.
+
+    Raises:
+        Refusal: when made: ``target changed``, the target has another parameter, which the body would ignore.
+    """
+
+    def of(body: Function) -> Callable[[Function], Function]:
+        @functools.wraps(body)
+        def make(original: Function) -> Function:
+            signature = inspect.signature(original)
+            if unknown := [name for name in signature.parameters if name not in known.split()]:
+                place = f"{original.__module__}:{original.__qualname__}"
+                raise Refusal(
+                    "target changed",
+                    f"{place} has parameters that its replacement would ignore: {', '.join(unknown)}; leave the patch out",
+                )
+
+            @functools.wraps(original)
+            def replaced(*args: Any, **kwargs: Any) -> Any:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                return body(functools.partial(original, *args, **kwargs), SimpleNamespace(**bound.arguments))
+
+            return replaced
+
+        return make
+
+    return of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ One patch lives in one file of that folder and is one module-level record::
             Edit(
                 "megatron.training.models.gpt:mtp_block_spec",
                 ("<sha256>",),
-                lambda original: ...,  # builds the replacement, usually a closure under functools.wraps(original)
+                _block_spec,  # builds the replacement from the original: a function under @replacement (of :mod:`.record`)
             ),
         ),
     )

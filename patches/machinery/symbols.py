@@ -12,9 +12,8 @@ import operator
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.errors import PatchError
@@ -123,32 +122,6 @@ def refuse_wrapped(slot: Slot) -> None:
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         state = f"{slot.target} was wrapped by somebody else{place}; take that wrapper away first"
         raise Refusal("target already wrapped", state)
-
-
-def by_name(original: Callable[..., Any], known: str) -> Callable[..., SimpleNamespace]:
-    """Return a function that binds a call's arguments to the names of ``original``'s parameters, for a body in its place.
-
-    Args:
-        original: the target.
-        known: the names, separated by spaces, of all parameters that the body uses or may ignore.
-
-    Raises:
-        Refusal: ``target changed``, the target has another parameter, which the body would ignore.
-    """
-    signature = inspect.signature(original)
-    if unknown := [name for name in signature.parameters if name not in known.split()]:
-        place = f"{original.__module__}:{original.__qualname__}"
-        raise Refusal(
-            "target changed",
-            f"{place} has parameters that its replacement would ignore: {', '.join(unknown)}; leave the patch out",
-        )
-
-    def bind(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return SimpleNamespace(**bound.arguments)
-
-    return bind
 
 
 def build(patch: str, slot: Slot, make: Any, fingerprint: str, version: str) -> Change:

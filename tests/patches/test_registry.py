@@ -14,6 +14,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from megacpp_mcore.errors import PatchError
 from megacpp_mcore.patches.machinery import registry as machinery
 from megacpp_mcore.patches.machinery import symbols
+from megacpp_mcore.patches.machinery.record import Function, named_replacement
 from megacpp_mcore.patches.machinery.registry import Registry, fingerprint
 from megacpp_mcore.patches.machinery.symbols import Refusal, exchange
 from tests import forks
@@ -233,16 +235,16 @@ def test_a_target_with_upstreams_own_fix_is_left_as_it_is(hosts: Hosts, capsys: 
 def test_a_body_that_takes_arguments_by_name_refuses_those_that_it_would_ignore(hosts: Hosts) -> None:
     host, _ = hosts
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        bind = symbols.by_name(original, "x y")
-        return lambda *args, **kwargs: bind(*args, **kwargs).x * 10
+    @named_replacement("x y")
+    def ten_times(original: Function, call: SimpleNamespace) -> Any:
+        return original() if call.x < 0 else call.x * 10
 
-    one = patch("one", f"{host.__name__}:double", make=make)
+    one = patch("one", f"{host.__name__}:double", make=ten_times)
     reg = registry(one)
     reg.apply(["one"])
-    assert host.double(x=4) == 40
+    assert (host.double(x=4), host.double(-4)) == (40, -8)
     reg.revert()
-    unknown = dataclasses.replace(one.edits[0], make=lambda original: symbols.by_name(original, "y xx"))
+    unknown = dataclasses.replace(one.edits[0], make=named_replacement("y xx")(ten_times))
     with raises(PatchError, ":double", "would ignore: x", code="not-applied"):
         registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
 

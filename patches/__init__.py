@@ -1,4 +1,7 @@
-"""The patch set: named, fingerprinted, reversible changes to stock Megatron; importing it changes nothing."""
+"""The patch set: named, fingerprinted, reversible changes to stock Megatron; importing it changes nothing.
+
+A patch is applied "by name" with ``megacpp_mcore.patches.apply([NAME])`` or ``megacpp-mcore launch --patch NAME``.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,9 @@
 Upstream scales all gradients in memory, then runs Transformer Engine's ``FusedAdam``, then copies every weight: 42 bytes an
 element. The kernel of :mod:`megacpp_mcore.ops.adam` moves 30.
 
-Activate: applied by our specs on GPUs, unless ``speed_defaults.adam_in_one_pass`` is false; or
-``megacpp_mcore.patches.apply(["adam-in-one-pass"])``.
+Activate: applied by our specs on GPUs, unless ``speed_defaults.adam_in_one_pass`` is false, or by name.
 Scope: Transformer Engine's Adam in float32, with the distributed optimizer or without, once moments exist (which the first
 step makes), and of precision-aware-adam's the clipping; all other optimizers are left to upstream.
-Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py``, ``distrib_optimizer.py`` and ``clip_grads.py``.
 
 The gradients in memory stay unclipped. Weights differ from upstream's in the last bits, as the compilers fuse products and sums
 differently; what a checkpoint holds is the same.
@@ -20,7 +18,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
 UPDATE = "megacpp_update"
 """Attribute of an optimizer: what its next step will do."""
@@ -123,7 +121,10 @@ def _fits(optimizer: Any) -> bool:
     return not any(others)
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads",
+    "b14b52f057fb4a96a59401412be0c57de5ec7a8c75418050ddec8076d5a70959",
+)
 def _owned(original: Function, self: Any) -> None:
     """Replace an optimizer's ``_copy_model_grads_to_main_grads``: its first main parameter then tells whose it is."""
     original(self)
@@ -132,7 +133,10 @@ def _owned(original: Function, self: Any) -> None:
             _owners[id(main)] = self
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+    "cf07b488fb76a8ae90ba0809d1fbd36e05dcccf24b4644af1621a8b616c01784",
+)
 def _later(
     original: Function, parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
 ) -> None:
@@ -149,7 +153,10 @@ def _later(
         found.scale = (max_norm / (total_norm + 1.0e-6)).clamp_max_(1.0)
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
+    "34fc101b433f15152faaee79c84877978eb797ed2537d19cb564e558ce6f4446",
+)
 def _in_one_pass(original: Function, self: Any) -> Any:
     """Replace ``MixedPrecisionOptimizer.step_with_ready_grads``: the kernel steps, and nothing is copied after it."""
     found = vars(self).get(UPDATE)
@@ -174,26 +181,14 @@ PATCH = Patch(
     fixes="the optimizer reads and writes gradients to clip them, and reads every weight again to copy it to 16 bits",
     source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer,clip_grads}.py",
     edits=(
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_model_grads_to_main_grads",
-            ("b14b52f057fb4a96a59401412be0c57de5ec7a8c75418050ddec8076d5a70959",),
-            _owned,
-        ),
+        _owned,
         Edit(
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
             ("62f27803e9dae4c8389e5e838330ac74193db020557eceef1578bc5c586f3872",),
-            _owned,
+            _owned.make,
         ),
-        Edit(
-            "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
-            ("cf07b488fb76a8ae90ba0809d1fbd36e05dcccf24b4644af1621a8b616c01784",),
-            _later,
-        ),
-        Edit(
-            "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
-            ("34fc101b433f15152faaee79c84877978eb797ed2537d19cb564e558ce6f4446",),
-            _in_one_pass,
-        ),
+        _later,
+        _in_one_pass,
     ),
     seam=(
         "the clipping and the step are what uses the gradients once they are in place; whose parameters are clipped, the first "

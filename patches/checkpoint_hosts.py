@@ -1,7 +1,6 @@
 """checkpoint-hosts: a distributed checkpoint of GPTModel loads into HybridModel, and back, where both hold our model.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["checkpoint-hosts"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: runs and checkpoints that use this spec; upstream handles all others.
 Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/common/language_module/language_module.py`` and
 ``core/models/gpt/gpt_model.py``.
@@ -14,7 +13,7 @@ from typing import Any
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.training import HYBRID
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 GPT_KEYS = "has_keys_of_gpt_model"
 """Attribute of a decoder whose model uses the checkpoint keys of a GPTModel."""
@@ -43,7 +42,11 @@ def _outline(args: Any, model_class: str) -> dict[str, Any]:
     return {"layers": args.num_layers, "layers of experts": experts, _MTP: args.mtp_num_layers or 0, **sizes}
 
 
-@replacement
+@edit(
+    "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load",
+    "2347cabda1a1444532a6c896d02d91430ddb67097aa1fb203952df5a3b94846e",
+    "d187bd7c8872c4309d0ff00dfbee33d8d1d37f007747eadc7c91ce481ef68d9a",
+)
 def _loads_as_it_is(original: Function, args: Any, ckpt_args: Any, model: Any) -> Any:
     """Replace ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)``: no conversion."""
     if any(lowering.preset_of(getattr(one, "spec", None)) is None for one in (args, ckpt_args)):
@@ -67,7 +70,10 @@ def _loads_as_it_is(original: Function, args: Any, ckpt_args: Any, model: Any) -
     return None, False
 
 
-@replacement
+@edit(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.sharded_state_dict",
+    "10e15ea625faff7d9610a7bb02da26e3b196551e889dfa4c0232eca1521a12c9",
+)
 def _without_empty_state(original: Function, self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
     """Replace ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
 
@@ -91,21 +97,7 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and "
         "megatron/core/models/common/language_module/language_module.py"
     ),
-    edits=(
-        Edit(
-            "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load",
-            (
-                "2347cabda1a1444532a6c896d02d91430ddb67097aa1fb203952df5a3b94846e",
-                "d187bd7c8872c4309d0ff00dfbee33d8d1d37f007747eadc7c91ce481ef68d9a",
-            ),
-            _loads_as_it_is,
-        ),
-        Edit(
-            "megatron.core.models.common.language_module.language_module:LanguageModule.sharded_state_dict",
-            ("10e15ea625faff7d9610a7bb02da26e3b196551e889dfa4c0232eca1521a12c9",),
-            _without_empty_state,
-        ),
-    ),
+    edits=(_loads_as_it_is, _without_empty_state),
     seam=(
         "_maybe_setup_gpt_to_hybrid_load is the one place that compares the classes of run and checkpoint, and its answer "
         "'as it is' leaves the whole of the loading to upstream; LanguageModule.sharded_state_dict is what HybridModel has in "

@@ -1,9 +1,7 @@
 """checkpoint-integrity: a damaged checkpoint is refused by the name of the file, and no checkpoint's code is run.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["checkpoint-integrity"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: manifests: distributed checkpoints in the format torch_dist. Tracker files and unpickling: every load of Megatron's loop.
-Provenance: megatron-core 0.19.2 ``training/checkpointing.py`` and ``core/dist_checkpointing``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from unittest import mock
 
 from megacpp_mcore.checkpoints.layout import REMAINDER, RESAVE, flat_folder, refuse_other_buckets, refuse_other_layout
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 from megacpp_mcore.util.files import is_remote
 from megacpp_mcore.util.stand_in import environment, stand_in
 
@@ -34,7 +32,11 @@ _flat: str | None = None
 """The folder of the checkpoint that the load with ``rank0`` read, if its optimizer state is in flat buckets."""
 
 
-@replacement
+@edit(
+    "megatron.training.checkpointing:_load_base_checkpoint",
+    "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
+    "9a3c6812a389c72c9d72d493bea4cf4450ee30b160d820f0e2095480544d82b2",
+)
 def _checking(original: Function, load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
     """Replace ``_load_base_checkpoint(load_dir, args, rank0, …)``, which a load calls with ``rank0``, then without."""
     global _checked, _flat
@@ -142,7 +144,10 @@ def _check(load_dir: Any, args: Any, non_persistent_dir: Any, iteration: int) ->
     return -1, choose(load, step, by_digests=by_digests) if load else step
 
 
-@replacement
+@edit(
+    "megatron.core.dist_checkpointing.serialization:save",
+    "e9626ecdf679a00130eb10820d769ee90e0168d8c7ff3298d981f98f6998c4e3",
+)
 def _with_manifest(original: Function, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``save(sharded_state_dict, checkpoint_dir, …, verify_integrity)``: with a manifest.
 
@@ -158,7 +163,10 @@ def _with_manifest(original: Function, sharded_state_dict: Any, checkpoint_dir: 
         _has_manifest = False
 
 
-@replacement
+@edit(
+    "megatron.core.dist_checkpointing.validation:save_integrity_manifest",
+    "a3a6bf7ad7a66b8eb7011d756b2287555064f376d9db6dc8b8297ede408a84ad",
+)
 def _by_digests_of_writers(original: Function, checkpoint_dir: str) -> None:
     """Replace ``save_integrity_manifest(checkpoint_dir)``, which hashes all files, one after the other."""
     from megacpp_mcore.checkpoints.integrity import write_manifest
@@ -169,7 +177,10 @@ def _by_digests_of_writers(original: Function, checkpoint_dir: str) -> None:
         write_manifest(Path(checkpoint_dir))
 
 
-@replacement
+@edit(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.get_save_function_and_args",
+    "91b193455aa9c1418a55f9f89eae8086721d4f294306ade696b942fd888dff56",
+)
 def _digested(original: Function, self: Any) -> Any:
     """Replace ``get_save_function_and_args(self)``, whose function writes this rank's files, here or in a worker's process."""
     from megacpp_mcore.checkpoints.integrity import save_with_digests
@@ -179,7 +190,10 @@ def _digested(original: Function, self: Any) -> Any:
     return functools.partial(save_with_digests, save) if is_digested else save, preload, arguments
 
 
-@replacement
+@edit(
+    "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
+    "be79bb1bfc40a756b1ba4e88bdcaffb44e80a7ad2ab9263e4ec8057fb82e02f8",
+)
 def _without_strides(original: Function, self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
     """Replace ``load_tensors_metadata(self, checkpoint_dir, metadata)``, which makes of each stored tensor an empty one.
 
@@ -207,36 +221,7 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/training/checkpointing.py and megatron/core/dist_checkpointing (--verify-integrity, by "
         "which only rank 0 hashes all files after a save and before a load)"
     ),
-    edits=(
-        Edit(
-            "megatron.training.checkpointing:_load_base_checkpoint",
-            (
-                "9a7e9e8de2428c6711170829f8830e1dec323ca23bdbeeb41092a0c84e8c8632",
-                "9a3c6812a389c72c9d72d493bea4cf4450ee30b160d820f0e2095480544d82b2",
-            ),
-            _checking,
-        ),
-        Edit(
-            "megatron.core.dist_checkpointing.serialization:save",
-            ("e9626ecdf679a00130eb10820d769ee90e0168d8c7ff3298d981f98f6998c4e3",),
-            _with_manifest,
-        ),
-        Edit(
-            "megatron.core.dist_checkpointing.validation:save_integrity_manifest",
-            ("a3a6bf7ad7a66b8eb7011d756b2287555064f376d9db6dc8b8297ede408a84ad",),
-            _by_digests_of_writers,
-        ),
-        Edit(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.get_save_function_and_args",
-            ("91b193455aa9c1418a55f9f89eae8086721d4f294306ade696b942fd888dff56",),
-            _digested,
-        ),
-        Edit(
-            "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
-            ("be79bb1bfc40a756b1ba4e88bdcaffb44e80a7ad2ab9263e4ec8057fb82e02f8",),
-            _without_strides,
-        ),
-    ),
+    edits=(_checking, _with_manifest, _by_digests_of_writers, _digested, _without_strides),
     seam=(
         "_load_base_checkpoint is where Megatron's loop reads the tracker file and everything in a checkpoint, on all ranks; "
         "what get_save_function_and_args returns writes every file of tensors, also in the worker's process of an async save; "

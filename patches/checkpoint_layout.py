@@ -1,10 +1,8 @@
 """checkpoint-layout: checkpoints of our model record the layout of their M and R layers; a different one is refused by name.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["checkpoint-layout"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: distributed checkpoints of GPTModels with our spec (our stack on HybridModel does the same itself). Upstream handles
 others; only their content metadata gets, when read in a process with our specs, a note of the folder.
-Provenance: megatron-core 0.19.2 ``core/dist_checkpointing/serialization.py`` and ``core/models/gpt/gpt_model.py``.
 """
 
 from __future__ import annotations
@@ -13,13 +11,16 @@ import sys
 from typing import Any
 
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 _SPECS = "megacpp_mcore.layer_specs"
 """Without it no model of this process is ours, and nobody would read the note."""
 
 
-@replacement
+@edit(
+    "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
+    "969bf1cc5ec110dbdf987b4082858aadcbe6c31d755c66c475d25785d4ff3117",
+)
 def _with_its_folder(original: Function, checkpoint_dir: Any) -> Any:
     """Replace ``load_common_state_dict(checkpoint_dir)``: notes the folder in the content metadata.
 
@@ -35,7 +36,10 @@ def _with_its_folder(original: Function, checkpoint_dir: Any) -> Any:
     return state
 
 
-@replacement
+@edit(
+    "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
+    "f63bb4c2880c963c25d174a6f8c771a81c2c8a0bda19745ed407f72216f224b3",
+)
 def _marked_or_checked(
     original: Function,
     self: Any,
@@ -58,18 +62,7 @@ PATCH = Patch(
     source=(
         "megatron-core 0.19.2, megatron/core/dist_checkpointing/serialization.py and megatron/core/models/gpt/gpt_model.py"
     ),
-    edits=(
-        Edit(
-            "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
-            ("969bf1cc5ec110dbdf987b4082858aadcbe6c31d755c66c475d25785d4ff3117",),
-            _with_its_folder,
-        ),
-        Edit(
-            "megatron.core.models.gpt.gpt_model:GPTModel.sharded_state_dict",
-            ("f63bb4c2880c963c25d174a6f8c771a81c2c8a0bda19745ed407f72216f224b3",),
-            _marked_or_checked,
-        ),
-    ),
+    edits=(_with_its_folder, _marked_or_checked),
     seam=(
         "load_common_state_dict is what every load, of Megatron's loop and of Megatron-Bridge, reads first; the content "
         "metadata is what both hand to sharded_state_dict, from there at a load, and to the checkpoint at a save"

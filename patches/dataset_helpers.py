@@ -2,7 +2,6 @@
 
 Activate: applied by the launcher; or ``megacpp_mcore.patches.apply(["dataset-helpers"])``.
 Scope: ``compile_helpers``, and the start-up step of the training loop that calls it on one rank.
-Provenance: megatron-core 0.19.2 ``core/datasets/utils.py`` and ``training/initialize.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,9 @@ def _datasets_folder() -> Path:
     return Path(utils.__file__).resolve().parent
 
 
-@replacement
+@edit(
+    "megatron.core.datasets.utils:compile_helpers", "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63"
+)
 def _compile_if_missing(
     original: Function,
 ) -> None:
@@ -99,7 +100,10 @@ def _compile_if_missing(
         )
 
 
-@replacement
+@edit(
+    "megatron.training.initialize:_compile_dependencies",
+    "6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11",
+)
 def _ready_on_every_rank(original: Function, *args: Any, **kwargs: Any) -> Any:
     """Replace ``_compile_dependencies()``: upstream compiles on rank 0, but every rank imports the result."""
     ready_helper(_datasets_folder())
@@ -110,18 +114,7 @@ PATCH = Patch(
     name="dataset-helpers",
     fixes="start-up runs make in megatron/core/datasets and exits where there is no Makefile, as in the wheel",
     source="megatron-core 0.19.2, megatron/core/datasets/utils.py and megatron/training/initialize.py",
-    edits=(
-        Edit(
-            "megatron.core.datasets.utils:compile_helpers",
-            ("84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",),
-            _compile_if_missing,
-        ),
-        Edit(
-            "megatron.training.initialize:_compile_dependencies",
-            ("6d4b2069952d6210042f79b51e54042213e8be164e1f02eaed2e7eca8c0f3b11",),
-            _ready_on_every_rank,
-        ),
-    ),
+    edits=(_compile_if_missing, _ready_on_every_rank),
     seam=(
         "compile_helpers is the one place that runs make; _compile_dependencies is the one that every rank passes, "
         "before only rank 0 calls it"

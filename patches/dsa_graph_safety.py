@@ -2,8 +2,6 @@
 
 Activate: ``megacpp_mcore.patches.apply(["dsa-graph-safety"])``.
 Scope: while the current stream is being captured. Outside a capture every call goes to the original, with its checks.
-Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/{dsa,dsa_layout}.py`` and
-``core/models/common/embeddings/rope_utils.py``.
 """
 
 from __future__ import annotations
@@ -12,14 +10,7 @@ from inspect import BoundArguments
 from types import SimpleNamespace
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import (
-    Edit,
-    Function,
-    Patch,
-    bound_replacement,
-    named_replacement,
-    replacement,
-)
+from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replacement, edit, named_replacement
 
 _DSA = "megatron.core.transformer.experimental_attention_variant"
 _ROTATION = "rotary_interleaved mla_rotary_interleaved mscale inverse mla_output_remove_interleaving"
@@ -33,7 +24,7 @@ def capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-@replacement
+@edit(f"{_DSA}.dsa:FusedDSAIndexerLoss.backward", "f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67")
 def _loss_backward(original: Function, ctx: Any, grad_topk_indices: Any, grad_loss: Any) -> Any:
     """Replace ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
 
@@ -48,7 +39,9 @@ def _loss_backward(original: Function, ctx: Any, grad_topk_indices: Any, grad_lo
     return original(ctx, grad_topk_indices, grad_loss)
 
 
-@replacement
+@edit(
+    f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward", "e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c"
+)
 def _scaler_backward(original: Function, ctx: Any, grad_output: Any) -> Any:
     """Replace ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: the loss scale defaults to 1 in a capture, too.
 
@@ -65,7 +58,11 @@ def _scaler_backward(original: Function, ctx: Any, grad_output: Any) -> Any:
     return grad_output, torch.ones_like(loss)
 
 
-@bound_replacement
+@edit(
+    f"{_DSA}.dsa:_validate_nonpacked_cp_uniform_length",
+    "59e125f39723868640efc63ad3888b2e7ae3e7403c6c03b3e7a25508e4741aef",
+    make=bound_replacement,
+)
 def _validate(original: Function, bound: BoundArguments) -> Any:
     """Replace ``_validate_nonpacked_cp_uniform_length(sq, skv, cp_size, cp_group, device)``.
 
@@ -77,7 +74,11 @@ def _validate(original: Function, bound: BoundArguments) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
-@named_replacement("cu_seqlens cp_size cp_rank device output_size cu_seqlens_cover_output")
+@edit(
+    f"{_DSA}.dsa_layout:build_packed_allgather_cp_local_positions",
+    "1e34f4cfb33348c6fa6d37be363361b1bf95863ab41bbd5d1a57cb5d21e77a1a",
+    make=named_replacement("cu_seqlens cp_size cp_rank device output_size cu_seqlens_cover_output"),
+)
 def _positions(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``build_packed_allgather_cp_local_positions(cu_seqlens, cp_size, cp_rank, device, …)``.
 
@@ -97,7 +98,12 @@ def _positions(original: Function, call: SimpleNamespace) -> Any:
     )
 
 
-@named_replacement(f"t cu_seqlens freqs cp_group multi_latent_attention max_seqlen {_ROTATION}")
+@edit(
+    "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
+    "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",
+    "28b2a965734bf099ab83c4fa550a73910073aa3bf015134558434d00aadb3d98",  # NVIDIA/Megatron-LM#5944
+    make=named_replacement(f"t cu_seqlens freqs cp_group multi_latent_attention max_seqlen {_ROTATION}"),
+)
 def _rotary(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, …)``, which splits rows by lengths read on the host.
 
@@ -133,36 +139,7 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/{dsa,dsa_layout}.py and "
         "megatron/core/models/common/embeddings/rope_utils.py"
     ),
-    edits=(
-        Edit(
-            f"{_DSA}.dsa:FusedDSAIndexerLoss.backward",
-            ("f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67",),
-            _loss_backward,
-        ),
-        Edit(
-            f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward",
-            ("e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c",),
-            _scaler_backward,
-        ),
-        Edit(
-            f"{_DSA}.dsa:_validate_nonpacked_cp_uniform_length",
-            ("59e125f39723868640efc63ad3888b2e7ae3e7403c6c03b3e7a25508e4741aef",),
-            _validate,
-        ),
-        Edit(
-            f"{_DSA}.dsa_layout:build_packed_allgather_cp_local_positions",
-            ("1e34f4cfb33348c6fa6d37be363361b1bf95863ab41bbd5d1a57cb5d21e77a1a",),
-            _positions,
-        ),
-        Edit(
-            "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
-            (
-                "99798acffbb2e50cbe72e1f595005364c49d49de1969c387dcd4f5b274690b16",
-                "28b2a965734bf099ab83c4fa550a73910073aa3bf015134558434d00aadb3d98",  # NVIDIA/Megatron-LM#5944
-            ),
-            _rotary,
-        ),
-    ),
+    edits=(_loss_backward, _scaler_backward, _validate, _positions, _rotary),
     seam=(
         "each is the smallest function around one host synchronisation; the backward pass is met at the autograd function, so "
         "that the function it calls stays free for dsa-indexer-memory"

@@ -24,7 +24,7 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, edit, replacement
 
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 _CACHE = "_megacpp_index_cache"
@@ -108,32 +108,6 @@ def _refuse_split(config: Any, roles: str) -> None:
         )
 
 
-def _hybrid_block(stack: Any, config: Any, *_: Any, **__: Any) -> _Block | None:
-    """HybridModel's stacks, of the trunk or an MTP layer: which other layers there are does not matter."""
-    return _Block("", IndexCache({})) if _periodic(config) else None
-
-
-def _trunk_block(block: Any, *_: Any, **__: Any) -> _Block | None:
-    roles = _trunk_roles(block.config)
-    if roles is None:
-        return None
-    _refuse_split(block.config, roles)
-    if SHARED_INDEX in roles:
-        # Layers without an indexer would leave holes in stacked checkpoint tensors (the field's spelling is upstream's).
-        block.config.hetereogenous_dist_checkpoint = True
-    return _Block(roles, IndexCache(source_layers(tuple(roles))))
-
-
-def _mtp_block(block: Any, *_: Any, **__: Any) -> _Block | None:
-    """MTP layers have their own numbering and their own cache; a schedule from the file covers only the trunk."""
-    if block.mtp_layer_pattern is not None or _trunk_roles(block.config) is None:
-        return None
-    # A repeated layer is built once, so it has no other layer to share with.
-    layers = 1 if block.config.mtp_use_repeated_layer else block.config.mtp_num_layers or 1
-    roles = _periodic_roles(block.config, layers) if _periodic(block.config) else FULL_INDEX * layers
-    return _Block(roles, IndexCache(source_layers(tuple(roles))))
-
-
 def _build_layers(describe: Callable[..., _Block | None]) -> Callable[[Function], Function]:
     """Make the replacement of a block's ``_build_layers``, or a stack's ``__init__``, which records what is being built."""
 
@@ -148,7 +122,52 @@ def _build_layers(describe: Callable[..., _Block | None]) -> Callable[[Function]
     return build
 
 
-@replacement
+@edit(
+    "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
+    "8f31e2dfaa3491fa9849cbf2825c9d42f089a49293ea832819c38290ca0db1e3",
+    "911a0b5c3559e4915569bd8d4cae9159003a592633a2dc5eec1c92bfd2e47495",
+    make=_build_layers,
+)
+def _hybrid_block(stack: Any, config: Any, *_: Any, **__: Any) -> _Block | None:
+    """HybridModel's stacks, of the trunk or an MTP layer: which other layers there are does not matter."""
+    return _Block("", IndexCache({})) if _periodic(config) else None
+
+
+@edit(
+    "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+    "ecef5e2f6cc7d5b3fb4184b91da76e31718dbc76025949596f026dcf42a58c49",
+    make=_build_layers,
+)
+def _trunk_block(block: Any, *_: Any, **__: Any) -> _Block | None:
+    roles = _trunk_roles(block.config)
+    if roles is None:
+        return None
+    _refuse_split(block.config, roles)
+    if SHARED_INDEX in roles:
+        # Layers without an indexer would leave holes in stacked checkpoint tensors (the field's spelling is upstream's).
+        block.config.hetereogenous_dist_checkpoint = True
+    return _Block(roles, IndexCache(source_layers(tuple(roles))))
+
+
+@edit(
+    "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers",
+    "139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",
+    make=_build_layers,
+)
+def _mtp_block(block: Any, *_: Any, **__: Any) -> _Block | None:
+    """MTP layers have their own numbering and their own cache; a schedule from the file covers only the trunk."""
+    if block.mtp_layer_pattern is not None or _trunk_roles(block.config) is None:
+        return None
+    # A repeated layer is built once, so it has no other layer to share with.
+    layers = 1 if block.config.mtp_use_repeated_layer else block.config.mtp_num_layers or 1
+    roles = _periodic_roles(block.config, layers) if _periodic(block.config) else FULL_INDEX * layers
+    return _Block(roles, IndexCache(source_layers(tuple(roles))))
+
+
+@edit(
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs:_validate_dsa_index_share_pipeline_split",
+    "6924e20aec7d8ad639ad61eaecd0e2ed6f1eb4b55f93ada20ca0b7ce2cfd70d4",
+)
 def _validate_split(original: Function, config: Any, local_layer_ids: Any) -> None:
     """Replace ``_validate_dsa_index_share_pipeline_split(config, local_layer_ids)``: the error names a usable one."""
     roles = _trunk_roles(config) if hasattr(config, "num_layers") else None  # more than stock reads
@@ -157,7 +176,11 @@ def _validate_split(original: Function, config: Any, local_layer_ids: Any) -> No
     original(config, local_layer_ids)
 
 
-@bound_replacement
+@edit(
+    f"{_DSA}:DSAttention.__init__",
+    "c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046",
+    make=bound_replacement,
+)
 def _init(original: Function, bound: BoundArguments) -> None:
     """Replace ``DSAttention.__init__``: the schedule decides which layers have an indexer."""
     self = bound.arguments["self"]
@@ -193,7 +216,7 @@ def _init(original: Function, bound: BoundArguments) -> None:
     setattr(self, _CACHE, block.cache)
 
 
-@replacement
+@edit(f"{_DSA}:DSAttention.forward", "c2802527fc6d82eed5889b083c4981d28e88a6a624d5fca0b6562820a0afc393")
 def _forward(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``DSAttention.forward``: reads the cached indices before it, or publishes them after it."""
     if self.index_share and not hasattr(self, _CACHE):
@@ -230,13 +253,19 @@ def _holder(which: int) -> Callable[[Function], Function]:
     return holder
 
 
-@replacement
+@edit(
+    "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
+    "4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",
+)
 def _checkpoint_forward(original: Function, ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
     """Replace ``CheckpointFunction.forward(ctx, run_function, …)``."""
     return original(ctx, Recomputed(run_function), *args)
 
 
-@replacement
+@edit(
+    "megatron.core.extensions.transformer_engine:te_checkpoint",
+    "1de08e8bca5afd2dffd695355945ac16a2c33d8429f1dfb5f89975d3653976fd",
+)
 def _te_checkpoint(original: Function, forward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace ``te_checkpoint(forward_func, …)``, which FP8 and FP4 recipes use instead of ``CheckpointFunction``."""
     from torch.nn import Module
@@ -246,7 +275,11 @@ def _te_checkpoint(original: Function, forward_func: Callable[..., Any], *args: 
     return original(function, *args, **kwargs)
 
 
-@bound_replacement
+@edit(
+    f"{_DSA}:DSAIndexerLossLoggingHelper.save_loss_to_tracker",
+    "5d6f3323d6224f1c86d5c18f2912422fcdf1c6be18de1a73ed655761f096aa76",
+    make=bound_replacement,
+)
 def _save_loss(original: Function, bound: BoundArguments) -> None:
     """Replace ``save_loss_to_tracker``: counts the losses."""
     original(*bound.args, **bound.kwargs)
@@ -264,7 +297,11 @@ def _saved_losses() -> Any:
     return tracker[SAVED_LOSSES]
 
 
-@bound_replacement
+@edit(
+    f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
+    "8948072aa98a7f347d17226a6ed7bad3253241dbe69e2eb12f80bf357bd0433d",
+    make=bound_replacement,
+)
 def _track_metrics(original: Function, bound: BoundArguments) -> None:
     """Replace ``track_indexer_metrics``: the mean over recorded losses, where upstream divides by all layers.
 
@@ -294,14 +331,8 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py, index_share",
     edits=(
-        Edit(
-            f"{_DSA}:DSAttention.__init__", ("c2427aa24ad258049e6a534a02babd7196adb91a43bea8b4a8d5f102e5b9f046",), _init
-        ),
-        Edit(
-            f"{_DSA}:DSAttention.forward",
-            ("c2802527fc6d82eed5889b083c4981d28e88a6a624d5fca0b6562820a0afc393",),
-            _forward,
-        ),
+        _init,
+        _forward,
         Edit(
             f"{_DSA}:DSAttention._get_index_share_topk_holder",
             ("6e2683cd4b6d7fe259c7d41fd5b0ef7eadc507f8b2d1bebf8b790705d2a74c85",),
@@ -312,50 +343,14 @@ PATCH = Patch(
             ("45ee7d12f65f1da328d7773e7749910111552efc69eee5a1f841e5304495e6c0",),
             _holder(1),
         ),
-        Edit(
-            f"{_DSA}:DSAIndexerLossLoggingHelper.save_loss_to_tracker",
-            ("5d6f3323d6224f1c86d5c18f2912422fcdf1c6be18de1a73ed655761f096aa76",),
-            _save_loss,
-        ),
-        Edit(
-            f"{_DSA}:DSAIndexerLossLoggingHelper.track_indexer_metrics",
-            ("8948072aa98a7f347d17226a6ed7bad3253241dbe69e2eb12f80bf357bd0433d",),
-            _track_metrics,
-        ),
-        Edit(
-            "megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
-            ("ecef5e2f6cc7d5b3fb4184b91da76e31718dbc76025949596f026dcf42a58c49",),
-            _build_layers(_trunk_block),
-        ),
-        Edit(
-            "megatron.core.models.hybrid.hybrid_block:HybridStack.__init__",
-            (
-                "8f31e2dfaa3491fa9849cbf2825c9d42f089a49293ea832819c38290ca0db1e3",
-                "911a0b5c3559e4915569bd8d4cae9159003a592633a2dc5eec1c92bfd2e47495",
-            ),
-            _build_layers(_hybrid_block),
-        ),
-        Edit(
-            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock._build_layers",
-            ("139195b33e835bcae8a0130ed7e8bed6462d26c9cd28f05ce0b8286ccf7357cf",),
-            _build_layers(_mtp_block),
-        ),
-        Edit(
-            "megatron.core.models.gpt.experimental_attention_variant_module_specs:"
-            "_validate_dsa_index_share_pipeline_split",
-            ("6924e20aec7d8ad639ad61eaecd0e2ed6f1eb4b55f93ada20ca0b7ce2cfd70d4",),
-            _validate_split,
-        ),
-        Edit(
-            "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
-            ("4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",),
-            _checkpoint_forward,
-        ),
-        Edit(
-            "megatron.core.extensions.transformer_engine:te_checkpoint",
-            ("1de08e8bca5afd2dffd695355945ac16a2c33d8429f1dfb5f89975d3653976fd",),
-            _te_checkpoint,
-        ),
+        _save_loss,
+        _track_metrics,
+        _trunk_block,
+        _hybrid_block,
+        _mtp_block,
+        _validate_split,
+        _checkpoint_forward,
+        _te_checkpoint,
     ),
     seam=(
         "the two holders are all that stock's forward knows of sharing; a block's _build_layers, or a hybrid stack's __init__, "

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Speed, observed
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, named_replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit, named_replacement
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,7 @@ def _note(**by_kernel: bool) -> None:
     observed.note("indexer", "chunked", reason, speed=Speed.COMPILED, requested="chunked")
 
 
+@edit(f"{_DSA}:fused_qk_topk_naive", "5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7", make=_wrap)
 def _topk(call: SimpleNamespace) -> Any:
     """``fused_qk_topk_naive``: ``(index_scores, topk_indices)``, the former computed only if it is read."""
     from megacpp_mcore.ops.indexer.chunked import indexer_scores, select
@@ -81,6 +82,11 @@ def _topk(call: SimpleNamespace) -> Any:
     return scores, index_BSN
 
 
+@edit(
+    f"{_DSA}:fwd_fused_indexer_loss_naive",
+    "689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c",
+    make=_wrap,
+)
 def _forward(call: SimpleNamespace) -> Any:
     """``fwd_fused_indexer_loss_naive``: ``(topk_indices, loss)``."""
     from megatron.core.transformer.experimental_attention_variant.dsa_indexer_loss import reduce_indexer_kl_sum
@@ -112,6 +118,11 @@ def _forward(call: SimpleNamespace) -> Any:
     return index_BSN, loss * call.loss_coeff
 
 
+@edit(
+    f"{_DSA}:bwd_fused_indexer_loss_naive",
+    "e7ab10b88119f5a9d85c82df88d2ebd7a48d557af0890d86ed8bef93e4072eae",
+    make=_wrap,
+)
 def _backward(call: SimpleNamespace) -> Any:
     """``bwd_fused_indexer_loss_naive``: gradients w.r.t. q, weights and k."""
     from megacpp_mcore.ops.indexer.chunked import dense_backward, sparse_backward
@@ -246,23 +257,7 @@ PATCH = Patch(
         "four [b, heads, sq, sk] tensors, all float32: at sq 16384 with 32 and 56 heads 34 and 60 GB each"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
-    edits=(
-        Edit(
-            f"{_DSA}:fused_qk_topk_naive",
-            ("5711581142918bca1ddb48a7a4e53dd572b8e951677450db21f0ecadca579bb7",),
-            _wrap(_topk),
-        ),
-        Edit(
-            f"{_DSA}:fwd_fused_indexer_loss_naive",
-            ("689e62497f39bb62817814f5db0e58edb0b10bdf8c71455b88b41201af9af00c",),
-            _wrap(_forward),
-        ),
-        Edit(
-            f"{_DSA}:bwd_fused_indexer_loss_naive",
-            ("e7ab10b88119f5a9d85c82df88d2ebd7a48d557af0890d86ed8bef93e4072eae",),
-            _wrap(_backward),
-        ),
-    ),
+    edits=(_topk, _forward, _backward),
     seam=(
         "these three functions are all that DSAttention, DSAIndexer and FusedDSAIndexerLoss call for scores, top-k and loss, "
         "looked up in the module at each call; their arguments hold everything the mathematics needs"

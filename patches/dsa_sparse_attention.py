@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.backends import Dispatcher, Resolution, Speed, observed
 from megacpp_mcore.patches.dsa_indexer_memory import key_rule, mask_fits
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, named_replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit, named_replacement
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@named_replacement("query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions")
+@edit(
+    "megatron.core.transformer.experimental_attention_variant.dsa:_unfused_absorbed_dsa_fn",
+    "cce334fffe65648397896c7cb2257f7fed0861ff77a5209422910ce333489e17",
+    make=named_replacement(
+        "query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions"
+    ),
+)
 def _attend(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_unfused_absorbed_dsa_fn``: ``[S, B, H, V]``."""
     if (obstacle := _obstacle(call)) is not None:
@@ -100,13 +106,7 @@ PATCH = Patch(
         "scores in float32, at sq 4096 with b 2 and 56 heads 57 GB and 187 ms forward and backward"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/experimental_attention_variant/dsa.py",
-    edits=(
-        Edit(
-            "megatron.core.transformer.experimental_attention_variant.dsa:_unfused_absorbed_dsa_fn",
-            ("cce334fffe65648397896c7cb2257f7fed0861ff77a5209422910ce333489e17",),
-            _attend,
-        ),
-    ),
+    edits=(_attend,),
     seam=(
         "_run_sparse_attention looks this function up at each call, after its fused kernels have declined; its arguments hold "
         "all that the mathematics needs"

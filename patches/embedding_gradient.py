@@ -3,10 +3,8 @@
 Upstream fills a dense gradient of the whole vocabulary for each use of the table, the trunk's and one for every MTP depth, sums
 them, and adds the sum to ``main_grad``. The kernel is that of :mod:`megacpp_mcore.ops.embedding`.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["embedding-gradient"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: GPUs, gradient accumulation fusion, one tensor- and pipeline-parallel rank, weights that nothing else wraps.
-Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``, ``core/models/common/language_module/language_module.py``.
 
 With MTP upstream marks the table as one that the output layer uses, too (``zero_out_wgrad``): its data-parallel hook then adds
 what autograd has, zeros of the table's size. Only tied embeddings keep the mark.
@@ -23,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megacpp_mcore.patches.linear_cross_entropy import placeholder
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 DEVICE = "cuda"
 """Where the table lies whose gradient the kernel adds."""
@@ -41,7 +39,10 @@ def depth_of_mtp() -> Iterator[None]:
         _is_depth.reset(token)
 
 
-@replacement
+@edit(
+    "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+    "417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",
+)
 def _by_rows(original: Function, self: Any, input_: Any) -> Any:
     """Replace ``VocabParallelEmbedding.forward``."""
     if not _fits(self, input_):
@@ -53,7 +54,10 @@ def _by_rows(original: Function, self: Any, input_: Any) -> Any:
     return embedding(input_, self.weight, MainGrad(self.weight.main_grad, given))
 
 
-@replacement
+@edit(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
+    "9cdf2778ee6d8aced25eee66c05c2a1fc5cd3a8c937581e01829ca95391b6678",
+)
 def _marked_if_tied(original: Function, self: Any) -> None:
     """Replace ``LanguageModule.setup_embeddings_and_output_layer``."""
     original(self)
@@ -88,18 +92,7 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py and megatron/core/models/common/language_module/"
         "language_module.py"
     ),
-    edits=(
-        Edit(
-            "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
-            ("417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",),
-            _by_rows,
-        ),
-        Edit(
-            "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
-            ("9cdf2778ee6d8aced25eee66c05c2a1fc5cd3a8c937581e01829ca95391b6678",),
-            _marked_if_tied,
-        ),
-    ),
+    edits=(_by_rows, _marked_if_tied),
     seam=(
         "every use of the table, of the trunk and of every depth of MTP, is this forward pass; the mark is set where the model "
         "is set up"

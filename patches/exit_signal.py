@@ -2,7 +2,6 @@
 
 Activate: applied by the launcher with ``--exit-signal-handler``; or ``megacpp_mcore.patches.apply(["exit-signal"])``.
 Scope: the question after each step whether any rank has received the signal; it is answered one step later.
-Provenance: megatron-core 0.19.2 ``training/dist_signal_handler.py``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.model import MLA, Model, flops, preset
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +94,20 @@ def _virtual_stages() -> int:
     return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
-@replacement
+@edit(
+    "megatron.training.training:update_seqlen_stats_from_cu_seqlens",
+    "e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",
+)
 def _observed(original: Function, cu_seqlens: Any) -> None:
     """Replace ``update_seqlen_stats_from_cu_seqlens(cu_seqlens)``."""
     original(cu_seqlens)
     _documents.add(cu_seqlens)
 
 
-@replacement
+@edit(
+    "megatron.training.training:consume_seqlen_stats_in_iteration",
+    "11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",
+)
 def _closed(
     original: Function,
 ) -> Any:
@@ -340,16 +346,8 @@ PATCH = Patch(
             ),
             _audited_count,
         ),
-        Edit(
-            "megatron.training.training:update_seqlen_stats_from_cu_seqlens",
-            ("e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",),
-            _observed,
-        ),
-        Edit(
-            "megatron.training.training:consume_seqlen_stats_in_iteration",
-            ("11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",),
-            _closed,
-        ),
+        _observed,
+        _closed,
     ),
     seam=(
         "num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints; of packed "

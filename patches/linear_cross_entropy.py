@@ -1,7 +1,6 @@
 """linear-cross-entropy: the losses of the main head and of every MTP depth are computed without materialising logits.
 
-Activate: applied by our specs on GPUs, unless ``speed_defaults.linear_cross_entropy`` is false; or
-``megacpp_mcore.patches.apply(["linear-cross-entropy"])``.
+Activate: applied by our specs on GPUs, unless ``speed_defaults.linear_cross_entropy`` is false, or by name.
 Scope: GPTModel and HybridModel called with labels. The stock path stays, and the reason is logged once, if anything else needs
 the logits or owns their gradient: an inference engine, an ``output_processor``, the configuration logger, a custom loss or
 logit scale of the model, an output layer that is not exactly ColumnParallelLinear (MXFP8, say), has hooks, does not reduce its
@@ -45,7 +44,7 @@ from megacpp_mcore.backends import Speed
 from megacpp_mcore.backends import observed as backends
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import PatchError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, edit
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +183,11 @@ def placeholder(weight: Any) -> torch.Tensor | None:
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
-@bound_replacement
+@edit(
+    "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+    "41700c5f809c197c24d995bcb23b1638edc799c3542fec904567f32ce5af8f19",
+    make=bound_replacement,
+)
 def _with_lazy_logits(original: Function, bound: BoundArguments) -> Any:
     """Replace ``GPTModel._postprocess`` and of ``HybridModel.forward``."""
     import torch
@@ -290,7 +293,11 @@ def _warn(message: str) -> None:
     logger.warning(message)
 
 
-@replacement
+@edit(
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
+    "dac5d6cfeaa44ba64dddce0408a797439050439c0010b5fa3d5d25e8eff43a08",
+    "43a9d792d308755dfccee347bdc400f3f519e41547a156e5968d9e32ee88611e",
+)
 def _lazy_output(
     original: Function, self: Any, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None
 ) -> Any:
@@ -301,7 +308,10 @@ def _lazy_output(
     return LazyLogits(self, input_, self.weight if weight is None else weight), None
 
 
-@replacement
+@edit(
+    "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
+    "cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39",
+)
 def _lazy_loss(original: Function, self: Any, labels: Any, logits: Any) -> Any:
     """Replace ``LanguageModule.compute_language_model_loss``."""
     if not isinstance(logits, LazyLogits):
@@ -312,7 +322,11 @@ def _lazy_loss(original: Function, self: Any, labels: Any, logits: Any) -> Any:
     return logits.losses(labels.transpose(0, 1).contiguous(), mask_SB).transpose(0, 1).contiguous()
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.multi_token_prediction:roll_tensor",
+    "576f3fcb1c365bc92bcaea1d9253eb5014b6335f446c2a0f0b490587776ec426",
+    "d5bb3daa0b6ece1d1d543884a76eb80aa2c1af4817a1070c03627513d62f2069",
+)
 def _followed_roll(original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``multi_token_prediction.roll_tensor``: tracks the rolled loss mask of the running model."""
     rolled = original(tensor, *args, **kwargs)
@@ -333,40 +347,18 @@ PATCH = Patch(
         "megatron/core/models/common/language_module/language_module.py; upstream's fused output layer is in neither version"
     ),
     edits=(
-        Edit(
-            "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-            ("41700c5f809c197c24d995bcb23b1638edc799c3542fec904567f32ce5af8f19",),
-            _with_lazy_logits,
-        ),
+        _with_lazy_logits,
         Edit(
             "megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
             (
                 "5115982845f77289edb8590befb8a00b023e5d2ff0a84ce8099029ffddbd4194",
                 "933b3efc2643550079d337aebe35ea60590d7fbada8f169700f67dda19de69dd",
             ),
-            _with_lazy_logits,
+            _with_lazy_logits.make,
         ),
-        Edit(
-            "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
-            (
-                "dac5d6cfeaa44ba64dddce0408a797439050439c0010b5fa3d5d25e8eff43a08",
-                "43a9d792d308755dfccee347bdc400f3f519e41547a156e5968d9e32ee88611e",
-            ),
-            _lazy_output,
-        ),
-        Edit(
-            "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss",
-            ("cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39",),
-            _lazy_loss,
-        ),
-        Edit(
-            "megatron.core.transformer.multi_token_prediction:roll_tensor",
-            (
-                "576f3fcb1c365bc92bcaea1d9253eb5014b6335f446c2a0f0b490587776ec426",
-                "d5bb3daa0b6ece1d1d543884a76eb80aa2c1af4817a1070c03627513d62f2069",
-            ),
-            _followed_roll,
-        ),
+        _lazy_output,
+        _lazy_loss,
+        _followed_roll,
     ),
     seam=(
         "both models, and MTP through process_mtp_loss, hand what the output layer returns to "

@@ -3,8 +3,6 @@
 Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["masked-losses"])``.
 Scope: loss functions that return a number of tokens, under context parallelism, where losses are not by token; losses that
     balance experts by token (``--calculate-per-token-loss``) with a padding mask, on several tensor- or context-parallel ranks.
-Provenance: megatron-core 0.19.2 ``core/pipeline_parallel/schedules.py`` and ``core/transformer/moe/moe_utils.py``; findings 9
-    and 10 of NVIDIA/Megatron-LM#7452.
 """
 
 from __future__ import annotations
@@ -12,10 +10,14 @@ from __future__ import annotations
 from inspect import BoundArguments
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replacement, edit
 
 
-@bound_replacement
+@edit(
+    "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+    "9990d300271b7dfc071737061e8ff478591140befafc5938967906fe9cd73d67",
+    make=bound_replacement,
+)
 def _by_all_counted(original: Function, bound: BoundArguments) -> Any:
     """Replace ``forward_step_calc_loss``: a micro-batch's loss is a mean over the tokens of all context-parallel ranks.
 
@@ -47,7 +49,10 @@ def _by_all_counted(original: Function, bound: BoundArguments) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+    "53bdcd7e667279224f635f9b08963c65fc900501976cff9ac6243e1584b11bbe",
+)
 def _same_count_on_all(
     original: Function, routing_map: Any, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
 ) -> Any:
@@ -71,18 +76,7 @@ PATCH = Patch(
         "NVIDIA/Megatron-LM#7452, findings 9 and 10; megatron-core 0.19.2, megatron/core/pipeline_parallel/schedules.py and "
         "megatron/core/transformer/moe/moe_utils.py"
     ),
-    edits=(
-        Edit(
-            "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
-            ("9990d300271b7dfc071737061e8ff478591140befafc5938967906fe9cd73d67",),
-            _by_all_counted,
-        ),
-        Edit(
-            "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
-            ("53bdcd7e667279224f635f9b08963c65fc900501976cff9ac6243e1584b11bbe",),
-            _same_count_on_all,
-        ),
-    ),
+    edits=(_by_all_counted, _same_count_on_all),
     seam="both functions are handed, or return, the number of tokens by which a loss is divided or multiplied",
     leaves_alone=(
         "logged losses, evaluation; loss functions that return no number of tokens; losses by token of the main head, which "

@@ -5,10 +5,8 @@ had one dtype: without ``--use-distributed-optimizer`` it counts only the 16-bit
 order it then uses. Training does not use these numbers; saving and loading do. In two formats it also loads in place, with
 grad enabled, into views of the model's fp32 parameters, which PyTorch does not allow.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["mixed-precision-optimizer"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: optimizers that hold both dtypes; all others are left to upstream.
-Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer.py`` and ``core/optimizer/distrib_optimizer.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +15,17 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
 if TYPE_CHECKING:
     import torch
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
+    "9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",
+    until=("ab3a71ce72c93120a13da5fe6dcb32d6482b69e617fb2ceb0120a06bc1f866fa",),  # NVIDIA/Megatron-LM#5929
+)
 def _with_every_parameter_numbered(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
 
@@ -65,7 +67,10 @@ def _is_fp32(parameter: torch.Tensor) -> bool:
     return parameter.dtype == torch.float32
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",
+    "c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",
+)
 def _fp32_first(original: Function, cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
     """Replace ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
 
@@ -79,7 +84,10 @@ def _fp32_first(original: Function, cls: Any, param_groups: Any, gbuf_ranges: An
     return index_of, group_ranges
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+    "79cddb4c716f13c2706a4b1324e5c63071ca0e716ee940949d705f775526a221",
+)
 def _without_gradients(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a ``DistributedOptimizer.load_parameter_state_from_…``: under ``no_grad``, as upstream's other loaders."""
     import torch
@@ -97,26 +105,13 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/{optimizer,distrib_optimizer}.py",
     edits=(
-        Edit(
-            "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict",
-            ("9c7488e7734f2cae432498fb24f5333451a08aed27888570d80fbe04a6912d04",),
-            _with_every_parameter_numbered,
-            until=("ab3a71ce72c93120a13da5fe6dcb32d6482b69e617fb2ceb0120a06bc1f866fa",),  # NVIDIA/Megatron-LM#5929
-        ),
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",
-            ("c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",),
-            _fp32_first,
-        ),
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
-            ("79cddb4c716f13c2706a4b1324e5c63071ca0e716ee940949d705f775526a221",),
-            _without_gradients,
-        ),
+        _with_every_parameter_numbered,
+        _fp32_first,
+        _without_gradients,
         Edit(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
             ("94daa9892b6ba8865f44133f4dc32e19053591879fb3bfb90f28a7bad57b77df",),
-            _without_gradients,
+            _without_gradients.make,
         ),
     ),
     seam=(

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megacpp_mcore.backends import Dispatcher, Speed, observed, vendor_switches
 from megacpp_mcore.errors import BackendError, ModelError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,10 @@ class Kept(NamedTuple):
     level: int = logging.WARNING
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention",
+    "157911d9c9458347c8bbe81bbe7f3ce6187773d56517ed9f308df862ef8b362c",
+)
 def _run_fused(
     original: Function,
     self: Any,
@@ -334,7 +337,10 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
 # --- the local implementation -------------------------------------------------------------------------------------------
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+    "1081aca9a2f35290f40a42d663188b5e677e3f910981d8fd0151264975262f3a",
+)
 def _with_widths(
     original: Function,
     self: Any,
@@ -401,18 +407,7 @@ PATCH = Patch(
         "megatron-core 0.19.2, megatron/core/transformer/{multi_latent_attention,dot_product_attention}.py; "
         "Transformer Engine 2.20.2, get_attention_backend"
     ),
-    edits=(
-        Edit(
-            "megatron.core.transformer.multi_latent_attention:MultiLatentAttention._run_core_attention",
-            ("157911d9c9458347c8bbe81bbe7f3ce6187773d56517ed9f308df862ef8b362c",),
-            _run_fused,
-        ),
-        Edit(
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-            ("1081aca9a2f35290f40a42d663188b5e677e3f910981d8fd0151264975262f3a",),
-            _with_widths,
-        ),
-    ),
+    edits=(_run_fused, _with_widths),
     seam=(
         "the one place from which full MLA, recomputed or not, calls either core attention; TEDotProductAttention.forward "
         "would be narrower, but is not a symbol where Transformer Engine is not installed, and the local half must apply there"

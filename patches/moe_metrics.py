@@ -2,7 +2,6 @@
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["moe-metrics"])``.
 Scope: Megatron's loop. Other loops, which count for themselves, are left as they are.
-Provenance: megatron-core 0.19.2 ``core/transformer/moe/moe_logging.py`` and ``training/training.py``.
 
 The loop sums each loss over the layers and divides by a count of its own. In 0.19 that includes every depth of multi-token
 prediction, with experts or without, and of a hybrid pattern those experts twice. The count also is the size of the tensor of a
@@ -19,7 +18,7 @@ from inspect import BoundArguments
 from typing import Any
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replacement, edit
 
 _TRACKER = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
 
@@ -32,7 +31,12 @@ _REDUCED: Mapping[str, Mapping[str, str | bool]] = {
 """How stock's ``TopKRouter`` has each loss reduced: the fields of ``MetricEntry``, groups by their names in a collection."""
 
 
-@bound_replacement
+@edit(
+    f"{_TRACKER}.report",
+    "31e50d1660362909c9ed3be4a3efcdca55667805156e60606c50e1c07c041d6f",
+    "8f925732d42405e895820d7b7a3ce9f8b22c52ad199bfdd015aa1a31741451f0",
+    make=bound_replacement,
+)
 def _counted(original: Function, bound: BoundArguments) -> Any:
     """Replace ``MoEMetricsTracker.report``."""
     is_mended = "num_moe_layers" in bound.signature.parameters
@@ -82,7 +86,7 @@ def contributors(args: Any, *, is_mended: bool) -> int:
     return sum(map(bool, placed)) + (repeated if placed[-1] and not is_ours else 0)
 
 
-@bound_replacement
+@edit(f"{_TRACKER}.record", "f14cfa4dd21e1b6d2816389b7986c08aaa15d5712f2536a708b624d3f74c9c0e", make=bound_replacement)
 def _within(original: Function, bound: BoundArguments) -> Any:
     """Replace ``MoEMetricsTracker.record``: a layer past the end of the tensor adds to the last element.
 
@@ -102,21 +106,7 @@ PATCH = Patch(
         "block ends in IndexError"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/moe_logging.py and megatron/training/training.py",
-    edits=(
-        Edit(
-            f"{_TRACKER}.report",
-            (
-                "31e50d1660362909c9ed3be4a3efcdca55667805156e60606c50e1c07c041d6f",
-                "8f925732d42405e895820d7b7a3ce9f8b22c52ad199bfdd015aa1a31741451f0",
-            ),
-            _counted,
-        ),
-        Edit(
-            f"{_TRACKER}.record",
-            ("f14cfa4dd21e1b6d2816389b7986c08aaa15d5712f2536a708b624d3f74c9c0e",),
-            _within,
-        ),
-    ),
+    edits=(_counted, _within),
     seam="the tracker's two methods: what layers add, and the one report of a step, which is told the counts",
     leaves_alone="the losses that are trained; values by layer; the loop's other metrics; loops without Megatron's arguments",
     cost="one small all-reduce a step more",

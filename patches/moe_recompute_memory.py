@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess",
+    "af955e30825526623d4a1ec550d4483763991f11b53a01d38ba4996f0d4c77c0",
+)
 def _without_graphs(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``MoELayer.postprocess``, the last that a forward pass does with a dispatcher."""
     output = original(self, *args, **kwargs)
@@ -35,13 +38,7 @@ PATCH = Patch(
         "which is what recompute is to save"
     ),
     source="NVIDIA/Megatron-LM#3221; megatron-core 0.19.2, megatron/core/transformer/moe/token_dispatcher.py",
-    edits=(
-        Edit(
-            "megatron.core.transformer.moe.moe_layer:MoELayer.postprocess",
-            ("af955e30825526623d4a1ec550d4483763991f11b53a01d38ba4996f0d4c77c0",),
-            _without_graphs,
-        ),
-    ),
+    edits=(_without_graphs,),
     seam="postprocess is the last that a forward pass does with a dispatcher, whichever it is, also where it is recomputed",
     leaves_alone="what a backward pass needs, which its graph holds by itself; values of the attributes",
     cost="microseconds of the host for a layer",

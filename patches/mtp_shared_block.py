@@ -3,7 +3,6 @@
 Activate: applied by ``--spec megacpp_mcore nam56r``; or ``megacpp_mcore.patches.apply(["mtp-shared-block"])``.
 Scope: specs with an ``mtp`` attribute, and configurations with ``mtp_loss_decay``; losses on context-parallel ranks, and those
     by token on replicas. All others are untouched, except for the shift of packed sequences, which does not wait for the GPU.
-Provenance: megatron-core 0.19.2 ``training/models/gpt.py`` and ``core/transformer/multi_token_prediction.py``.
 """
 
 from __future__ import annotations
@@ -13,26 +12,24 @@ from inspect import BoundArguments
 from types import SimpleNamespace
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import (
-    Edit,
-    Function,
-    Patch,
-    bound_replacement,
-    named_replacement,
-    replacement,
-)
+from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replacement, edit, named_replacement
 
 _MISSING = object()
 
 
-@replacement
+@edit("megatron.training.models.gpt:mtp_block_spec", "43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550")
 def _block_spec(original: Function, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
     """Replace ``mtp_block_spec(config, transformer_layer_spec, vp_stage)``."""
     ours = getattr(transformer_layer_spec, "mtp", _MISSING)
     return original(config, transformer_layer_spec, vp_stage=vp_stage) if ours is _MISSING else ours
 
 
-@bound_replacement
+@edit(
+    "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+    "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
+    "918518880dbbacb7555c5ea0f112e11689e556881b091cc1e3ddffd419b71664",
+    make=bound_replacement,
+)
 def _weighted_loss(original: Function, bound: BoundArguments) -> Any:
     """Replace ``process_mtp_loss``: the gradient of depth k is scaled by K·β^(k−1) / Σ β^(j−1).
 
@@ -105,7 +102,12 @@ def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: A
     return loss
 
 
-@named_replacement("tensor shifts dims packed_seq_params cp_group return_sum")
+@edit(
+    "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
+    "5eadfe5528df9b5388f0ab3cad8a4484a06e8b18d7b013628849f2a3d7f36937",
+    "55d373df84993ed5d1527b48411b75fab41aed8ff3185668827265cc568a0a1b",
+    make=named_replacement("tensor shifts dims packed_seq_params cp_group return_sum"),
+)
 def _roll(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group, return_sum)``.
 
@@ -157,29 +159,7 @@ PATCH = Patch(
         "counts; a shift of packed sequences waits for the GPU twice a sequence"
     ),
     source="megatron-core 0.19.2, megatron/training/models/gpt.py and megatron/core/transformer/multi_token_prediction.py",
-    edits=(
-        Edit(
-            "megatron.training.models.gpt:mtp_block_spec",
-            ("43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550",),
-            _block_spec,
-        ),
-        Edit(
-            "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
-            (
-                "7a459bac5884e8bf3bf19381b3eb2b02f1d443e7e5c48bae78b90c2b4ee52767",
-                "918518880dbbacb7555c5ea0f112e11689e556881b091cc1e3ddffd419b71664",
-            ),
-            _weighted_loss,
-        ),
-        Edit(
-            "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
-            (
-                "5eadfe5528df9b5388f0ab3cad8a4484a06e8b18d7b013628849f2a3d7f36937",
-                "55d373df84993ed5d1527b48411b75fab41aed8ff3185668827265cc568a0a1b",
-            ),
-            _roll,
-        ),
-    ),
+    edits=(_block_spec, _weighted_loss, _roll),
     seam=(
         "mtp_block_spec is the one place where the builder turns a layer spec into an MTP spec, and sees the spec itself; "
         "process_mtp_loss is handed the loss function it calls once a depth; all shifts of packed sequences are one function"

@@ -4,10 +4,8 @@ Upstream checks the loss of every micro-batch and the norm of every gradient buc
 by default), and names the rank. In its default ``--rerun-mode validate_results`` it checks nothing in the first step of a
 process, which then fills the parameters with NaN.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["non-finite-origin"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: NaN and infinity, found by upstream's own checks; those of the first step raise. Without the checks, the gradient norm.
-Provenance: megatron-core 0.19.2 ``core/rerun_state_machine.py``, ``core/optimizer/optimizer.py``.
 
 On a GPU the host would wait for each loss and each bucket, twice. From the second step on, where upstream runs the step again
 anyway, it reads all of them at once, before it decides on that; the layer behind a loss is then named as the step runs again.
@@ -29,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacpp_mcore.errors import NonFiniteError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +171,10 @@ def _mtp_losses() -> str:
     return f"a loss of MTP is not finite; if the main loss is, it began in {where}"
 
 
-@replacement
+@edit(
+    "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
+    "d62c830f2a335bd9b34d23db394ce3bf8776282fcf0e46c65758ca899a0e39df",
+)
 def _naming(
     original: Function,
     self: Any,
@@ -250,7 +251,10 @@ def _check_waiting(machine: Any) -> None:
             del vars(machine)[LATER]
 
 
-@replacement
+@edit(
+    "megatron.core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
+    "eec0cc6e9bea33bdfed893e67de5e74ef8c236e2889ff3caa6f2b9ab71650bfe",
+)
 def _at_once(original: Function, self: Any, data_iterator: Any) -> Any:
     """Replace ``RerunStateMachine.should_run_forward_backward``, which first makes the checks that waited."""
     _check_waiting(self)
@@ -259,7 +263,10 @@ def _at_once(original: Function, self: Any, data_iterator: Any) -> Any:
     return original(self, data_iterator)
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+    "de6fc1395f560bcde36a1bd5001cd4802ee4672b810987b7d3f7142dcd8fc754",
+)
 def _finite_norm(original: Function, self: Any) -> Any:
     """Replace ``ChainedOptimizer.get_grad_norm``: raises where nothing has checked the gradients before.
 
@@ -285,23 +292,7 @@ PATCH = Patch(
         "it reaches every parameter, and the next checkpoint"
     ),
     source="megatron-core 0.19.2, megatron/core/rerun_state_machine.py, megatron/core/optimizer/optimizer.py",
-    edits=(
-        Edit(
-            "megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
-            ("d62c830f2a335bd9b34d23db394ce3bf8776282fcf0e46c65758ca899a0e39df",),
-            _naming,
-        ),
-        Edit(
-            "megatron.core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
-            ("eec0cc6e9bea33bdfed893e67de5e74ef8c236e2889ff3caa6f2b9ab71650bfe",),
-            _at_once,
-        ),
-        Edit(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
-            ("de6fc1395f560bcde36a1bd5001cd4802ee4672b810987b7d3f7142dcd8fc754",),
-            _finite_norm,
-        ),
-    ),
+    edits=(_naming, _at_once, _finite_norm),
     seam=(
         "every check of a loss or of gradients ends in validate_result; should_run_forward_backward decides whether to run the "
         "step again; every step of every optimizer asks for the gradient norm first"

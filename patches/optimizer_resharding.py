@@ -11,8 +11,8 @@ What is not a tensor differs between layouts: with tensor or expert parallelism 
 distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
 groups of the checkpoint that are its own.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["optimizer-resharding"])``. Between kinds of optimizer it needs ``checkpoint-layout``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name. Between kinds of
+optimizer it needs ``checkpoint-layout``.
 Scope: the fully reshardable format of the distributed optimizer, and loads whose optimizers are others than the checkpoint's.
 Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py`` and ``core/optimizer/optimizer.py``; the buckets are
 mended upstream, gathering, by pull request 5077.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacpp_mcore.checkpoints.layout import FULLY, LOADED_FROM, REMAINDER, UNSHARDED, load_into
 from megacpp_mcore.errors import CheckpointError, ModelError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 from megacpp_mcore.util.collectives import gathered
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ _refusals: list[str] | None = None
 """What this rank's optimizer refuses of the checkpoint that Megatron's loop is loading; None outside of its load."""
 
 
-@replacement
+@edit(
+    "megatron.training.checkpointing:load_checkpoint",
+    "4f03d48a79382b8c4c8f9b745b5dca700b2110a01426dd685219e8f4e958d55d",
+    "06adc6c285a834dcc405e64b8a915059367a7f4ad4566ced8679ea7f2712ce5c",
+)
 def _refused_together(original: Function, ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``load_checkpoint(ddp_model, optimizer, …)``: what the optimizer of one rank refuses is refused by all ranks.
 
@@ -58,7 +62,11 @@ def _refused_together(original: Function, ddp_model: Any, optimizer: Any, *args:
     return loaded
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+    "6df6392a0ebb4c79b632fccd59d2703ac0021f0a73ef9e87eb32d0b3bdfb23b0",
+    "9991f93a86e76fcedc262627d743bfaf58ecf1a0f006cf46a0c53153daf85c40",
+)
 def _in_place(
     original: Function,
     self: Any,
@@ -170,7 +178,10 @@ def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[in
                 yield (index, *corner), (1, *size)
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_fully_reshardable",
+    "ea3388fac4318b9fdac2561b6648ce480d4dfbe8d3caf9dc7aad2f9a782f1ec1",
+)
 def _from_boxes(original: Function, self: Any, state_dict: Any) -> None:
     """Replace ``DistributedOptimizer.load_parameter_state_from_fully_reshardable(state_dict)``.
 
@@ -208,7 +219,10 @@ def _from_boxes(original: Function, self: Any, state_dict: Any) -> None:
         self.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict",
+    "03ff27201c5bf5e4f58b48d05dd15d2af7e6377313cb4f702aae2e1171d29600",
+)
 def _by_saved_names(
     original: Function, self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
 ) -> Any:
@@ -225,7 +239,10 @@ def _by_saved_names(
     return state
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+    "403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",
+)
 def _by_its_own_groups(original: Function, self: Any, state_dict: Any) -> None:
     """Replace ``ChainedOptimizer.load_state_dict(state_dict)``."""
     optimizers = self.chained_optimizers
@@ -332,39 +349,7 @@ PATCH = Patch(
         "dict, but got 4', KeyError: 'optimizer'), nor into another kind of optimizer"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py and optimizer.py",
-    edits=(
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
-            (
-                "6df6392a0ebb4c79b632fccd59d2703ac0021f0a73ef9e87eb32d0b3bdfb23b0",
-                "9991f93a86e76fcedc262627d743bfaf58ecf1a0f006cf46a0c53153daf85c40",
-            ),
-            _in_place,
-        ),
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_fully_reshardable",
-            ("ea3388fac4318b9fdac2561b6648ce480d4dfbe8d3caf9dc7aad2f9a782f1ec1",),
-            _from_boxes,
-        ),
-        Edit(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict",
-            ("03ff27201c5bf5e4f58b48d05dd15d2af7e6377313cb4f702aae2e1171d29600",),
-            _by_saved_names,
-        ),
-        Edit(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
-            ("403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",),
-            _by_its_own_groups,
-        ),
-        Edit(
-            "megatron.training.checkpointing:load_checkpoint",
-            (
-                "4f03d48a79382b8c4c8f9b745b5dca700b2110a01426dd685219e8f4e958d55d",
-                "06adc6c285a834dcc405e64b8a915059367a7f4ad4566ced8679ea7f2712ce5c",
-            ),
-            _refused_together,
-        ),
-    ),
+    edits=(_in_place, _from_boxes, _by_saved_names, _by_its_own_groups, _refused_together),
     seam=(
         "two methods turn this format's state into tensors of a checkpoint, and back; two of ChainedOptimizer, which every run "
         "has, are where the structure of the optimizers meets that of the checkpoint; load_checkpoint is where "

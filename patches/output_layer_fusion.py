@@ -3,7 +3,6 @@ may have its own initializer.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["output-layer-fusion"])``.
 Scope: models built with ``gradient_accumulation_fusion`` where ``fused_weight_gradient_mlp_cuda`` cannot be imported.
-Provenance: megatron-core 0.19.2 ``core/tensor_parallel/layers.py``.
 
 Transformer Engine's layers accumulate a weight's gradient into the gradient buffer within the GEMM, with their own kernels.
 The output layer of GPTModel and HybridModel is not one of them: it is Megatron's ColumnParallelLinear, which uses Apex's kernel
@@ -19,12 +18,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
-@replacement
+@edit(
+    f"{_LAYERS}:ColumnParallelLinear.__init__",
+    "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
+    "60d78260a5a9ba8fb9a68974fc65159401387f54fd36cc93c2e46161e04ba783",
+)
 def _without_apex(original: Function, self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
     """Replace a linear layer's ``__init__``: without a kernel, only this layer does without fusion."""
     own = getattr(kwargs.get("init_method"), "for_output_layer", None)
@@ -51,21 +54,14 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/tensor_parallel/layers.py",
     edits=(
-        Edit(
-            f"{_LAYERS}:ColumnParallelLinear.__init__",
-            (
-                "20dcfe25ca5aa94b75dfe6f1f94f3f8cd34fa348da362e21f3a9f8775a9039cd",
-                "60d78260a5a9ba8fb9a68974fc65159401387f54fd36cc93c2e46161e04ba783",
-            ),
-            _without_apex,
-        ),
+        _without_apex,
         Edit(
             f"{_LAYERS}:RowParallelLinear.__init__",
             (
                 "18d5d22dd93914b264bc3fae97851d6c12a65b6e1768f59626a320926fb9638b",
                 "5a5734bde5534544fa482940a1b900566bf85249027753b37c06742b4e5dd342",
             ),
-            _without_apex,
+            _without_apex.make,
         ),
     ),
     seam="the constructor asks the configuration once and keeps the answer; the forward pass reads what it kept",

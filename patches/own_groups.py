@@ -3,8 +3,6 @@
 Activate: ``megacpp_mcore.patches.apply(["own-groups"])`` before the model is built.
 Scope: modules whose ``pg_collection.tp`` is not the process's tensor-parallel group: GPTModel with a padding mask under
     sequence parallelism, CrossAttention, and LLaVAModel under sequence parallelism, which is refused.
-Provenance: megatron-core 0.19.2 ``core/models/gpt/gpt_model.py``, ``core/transformer/attention.py`` and
-    ``core/models/multimodal/llava_model.py``; findings 5, 6 and 7 of NVIDIA/Megatron-LM#7452.
 """
 
 from __future__ import annotations
@@ -14,10 +12,14 @@ import functools
 from inspect import BoundArguments
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replacement, edit
 
 
-@bound_replacement
+@edit(
+    "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
+    "1bc57437dfdab74abffdcc0e28b19924ae3969c5333d763e128a40e91567cebd",
+    make=bound_replacement,
+)
 def _cut_as_the_hidden_states(original: Function, bound: BoundArguments) -> Any:
     """Replace ``GPTModel._preprocess``: the padding mask, [B, S], is cut over the model's group, as the embeddings are."""
     self = bound.arguments["self"]
@@ -33,7 +35,11 @@ def _cut_as_the_hidden_states(original: Function, bound: BoundArguments) -> Any:
     return (*found[:5], own.transpose(0, 1).contiguous(), *found[6:])
 
 
-@bound_replacement
+@edit(
+    "megatron.core.transformer.attention:CrossAttention.__init__",
+    "68e0704abd23bbc429c60611bc1066d7ff9e812bfaec28f38ad81c472ebe5ce4",
+    make=bound_replacement,
+)
 def _of_own_group(original: Function, bound: BoundArguments) -> None:
     """Replace ``CrossAttention.__init__``: projections of queries, keys and values are cut over the attention's group."""
     if (groups := bound.arguments.get("pg_collection")) is not None:
@@ -46,7 +52,11 @@ def _of_own_group(original: Function, bound: BoundArguments) -> None:
     original(*bound.args, **bound.kwargs)
 
 
-@replacement
+@edit(
+    "megatron.core.models.multimodal.llava_model:LLaVAModel._process_embedding_token_parallel",
+    "1a6902da923e65e67ddecaf572e4b1a860fd3e82b5a752e31041d71b82fd73f7",
+    "f3af3bcce3efd51643ab9bf4a6f7010c432b49769f0dff366a74f14980bf3fa1",
+)
 def _of_the_process(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``LLaVAModel._process_embedding_token_parallel``: another group than the process's is refused."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -69,26 +79,7 @@ PATCH = Patch(
         "NVIDIA/Megatron-LM#7452, findings 5, 6 and 7; megatron-core 0.19.2, megatron/core/models/gpt/gpt_model.py, "
         "megatron/core/transformer/attention.py and megatron/core/models/multimodal/llava_model.py"
     ),
-    edits=(
-        Edit(
-            "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
-            ("1bc57437dfdab74abffdcc0e28b19924ae3969c5333d763e128a40e91567cebd",),
-            _cut_as_the_hidden_states,
-        ),
-        Edit(
-            "megatron.core.transformer.attention:CrossAttention.__init__",
-            ("68e0704abd23bbc429c60611bc1066d7ff9e812bfaec28f38ad81c472ebe5ce4",),
-            _of_own_group,
-        ),
-        Edit(
-            "megatron.core.models.multimodal.llava_model:LLaVAModel._process_embedding_token_parallel",
-            (
-                "1a6902da923e65e67ddecaf572e4b1a860fd3e82b5a752e31041d71b82fd73f7",
-                "f3af3bcce3efd51643ab9bf4a6f7010c432b49769f0dff366a74f14980bf3fa1",
-            ),
-            _of_the_process,
-        ),
-    ),
+    edits=(_cut_as_the_hidden_states, _of_own_group, _of_the_process),
     seam="the three are handed the group, and pass none to what cuts",
     leaves_alone="modules of the process's group; what LLaVAModel cuts, which is refused",
     retire_when="upstream passes the group on",

@@ -4,11 +4,9 @@ Upstream's is Transformer Engine's ``FusedAdam``, which saves a copy of an fp32 
 16-bit moments to fp32 to save them, and needs a GPU. The distributed optimizer is given
 :class:`megacpp_mcore.ops.remainder_adam.PrecisionAwareAdam` instead, whose states are saved as they are kept.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["precision-aware-adam"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: ``--use-precision-aware-optimizer`` with the distributed optimizer. Upstream's stays, for parameters of one dtype, where
 states are offloaded or kept in dtypes that ours does not have, and under Megatron-FSDP.
-Provenance: megatron-core 0.19.2 ``core/optimizer/optimizer_config.py`` and ``core/optimizer/__init__.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +16,16 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 _MODULE = "megatron.core.optimizer"
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+    "8d06c93753e4514352b1a4b8ab31a968b95ad18d13c8789d3442ed5ec95ef4d4",
+    "d837d5eda5bf0b7057892a0f4acdd20ae99afdb263f06450d48ba05155da9f09",
+)
 def _without_transformer_engine(original: Function, self: Any) -> None:
     """Replace ``OptimizerConfig.__post_init__``: Transformer Engine is not needed, and remainders are kept without it."""
     remainders = self.store_param_remainders
@@ -35,7 +37,11 @@ def _without_transformer_engine(original: Function, self: Any) -> None:
     self.store_param_remainders = remainders
 
 
-@replacement
+@edit(
+    f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
+    "6a29af7290de3f2dbc8aa3e4aa17d98de0de5fbf010923df552845ad96d387ea",
+    "e819524c3039c495c447778776a9fd15d9299c5e256c379addd7a8de207359d5",
+)
 def _with_own_adam(
     original: Function, config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -100,24 +106,7 @@ PATCH = Patch(
         "16-bit moments to fp32 to save them, and ends without Transformer Engine"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/optimizer_config.py and megatron/core/optimizer/__init__.py",
-    edits=(
-        Edit(
-            "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
-            (
-                "8d06c93753e4514352b1a4b8ab31a968b95ad18d13c8789d3442ed5ec95ef4d4",
-                "d837d5eda5bf0b7057892a0f4acdd20ae99afdb263f06450d48ba05155da9f09",
-            ),
-            _without_transformer_engine,
-        ),
-        Edit(
-            f"{_MODULE}:_get_megatron_optimizer_based_on_param_groups",
-            (
-                "6a29af7290de3f2dbc8aa3e4aa17d98de0de5fbf010923df552845ad96d387ea",
-                "e819524c3039c495c447778776a9fd15d9299c5e256c379addd7a8de207359d5",
-            ),
-            _with_own_adam,
-        ),
-    ),
+    edits=(_without_transformer_engine, _with_own_adam),
     seam=(
         "the configuration's check is where upstream asks for Transformer Engine; "
         "_get_megatron_optimizer_based_on_param_groups "

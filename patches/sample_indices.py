@@ -8,7 +8,6 @@ hosts need not share it.
 
 Activate: applied by the launcher for the specs of this package; or ``megacpp_mcore.patches.apply(["sample-indices"])``.
 Scope: the document, sample and shuffle index of a GPTDataset and the two of a BlendedDataset, in the folder ``path_to_cache``.
-Provenance: megatron-core 0.19.2 ``core/datasets/gpt_dataset.py`` and ``core/datasets/blended_dataset.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 from megacpp_mcore.util import console
 from megacpp_mcore.util.collectives import rank_and_size
 from megacpp_mcore.util.files import replace, sha256_of
@@ -37,7 +36,10 @@ _building = threading.Lock()
 """Held while one of the threads that build datasets takes this rank for rank 0."""
 
 
-@replacement
+@edit(
+    "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+    "31ef3869909a992bddcf816811c83ec73c625ff8b54f7ab614ef783e3ede39a9",
+)
 def _checked(original: Function, self: Any) -> Any:
     """Replace the two methods that read a dataset's indices, or build them on rank 0."""
     if not self.config.path_to_cache:
@@ -68,7 +70,10 @@ def _checked(original: Function, self: Any) -> Any:
         ) from error
 
 
-@replacement
+@edit(
+    "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
+    "2a8e50253a5e1dd6859c6f410d6ddc687c47834363210a72609bb435610cf996",
+)
 def _counted(original: Function, self: Any, num_tokens_per_epoch: int) -> Any:
     """Replace the method that adds up epochs until there are tokens for all samples."""
     if num_tokens_per_epoch <= 0 and self.num_samples is not None:
@@ -144,20 +149,12 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/datasets/gpt_dataset.py and blended_dataset.py; NVIDIA/Megatron-LM#957",
     edits=(
-        Edit(
-            "megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
-            ("31ef3869909a992bddcf816811c83ec73c625ff8b54f7ab614ef783e3ede39a9",),
-            _checked,
-        ),
-        Edit(
-            "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
-            ("2a8e50253a5e1dd6859c6f410d6ddc687c47834363210a72609bb435610cf996",),
-            _counted,
-        ),
+        _checked,
+        _counted,
         Edit(
             "megatron.core.datasets.blended_dataset:BlendedDataset._build_indices",
             ("c526c2c6ddd9d47ee82fbc7352ca7fb112b5ab67753792f4f56bb6d934ed0b79",),
-            _checked,
+            _checked.make,
         ),
     ),
     seam=(

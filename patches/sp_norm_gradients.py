@@ -2,7 +2,6 @@
 
 Activate: ``megacpp_mcore.patches.apply(["sp-norm-gradients"])``, before the loop fetches its schedule.
 Scope: training calls of the three pipeline schedules whose configuration has no ``finalize_model_grads_func``.
-Provenance: megatron-core 0.19.2 ``core/pipeline_parallel/schedules.py`` and ``core/distributed/finalize_model_grads.py``.
 
 Under sequence parallelism each tensor-parallel rank sees a shard of the sequence, so its gradient of a replicated
 parameter (norms, router, biases after a row-parallel GEMM) is a partial sum. Upstream reduces these only in
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit, replacement
 
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -83,7 +82,10 @@ def _run_and_sum(
     return result
 
 
-@replacement
+@edit(
+    f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
+    "591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7",
+)
 def _reduce_once(original: Function, model: Sequence[Any], config: Any, tp_group: Any = None) -> None:
     """Replace ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
 
@@ -199,11 +201,7 @@ PATCH = Patch(
                 "b2582d25713c12dca77546e87ff56de7ce96031a5c532714dc98f3d30843797b",
             ),
         ),
-        Edit(
-            f"{_FINALIZE}:_allreduce_non_tensor_model_parallel_grads",
-            ("591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7",),
-            _reduce_once,
-        ),
+        _reduce_once,
     ),
     seam=(
         "the three schedules are where upstream decides whether gradients are finalized; its own reduction, which applies the "

@@ -2,7 +2,6 @@
 
 Activate: applied by the launcher; or ``megacpp_mcore.patches.apply(["spec-import"])``.
 Scope: every use of ``import_module``: ``--spec`` of the stock scripts, and ModuleSpecs that name their module by path.
-Provenance: megatron-core 0.19.2 ``core/transformer/spec_utils.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megacpp_mcore.errors import SpecImportError
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 
 def spec_words(values: Sequence[str]) -> tuple[str, str]:
@@ -52,7 +51,11 @@ def import_named(module: str, attribute: str) -> Any:
         raise SpecImportError(f"Could not find spec '{attribute}' in module '{module}': {cause}") from error
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.spec_utils:import_module",
+    "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca",
+    "1252ab9b9e1bd57524cdf6ccc91be943942bfa521a32696d459cdc422e013da2",
+)
 def _strict_import(original: Function, module_path: Sequence[str]) -> Any:
     """Replace ``import_module(module_path)``."""
     return import_named(*spec_words(module_path))
@@ -65,16 +68,7 @@ PATCH = Patch(
         "None is returned and a stock GPT is trained instead"
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/spec_utils.py",
-    edits=(
-        Edit(
-            "megatron.core.transformer.spec_utils:import_module",
-            (
-                "e777a975aebe988f283b9075826d530badb4137e0d1daa1de46505d4cc8ab8ca",
-                "1252ab9b9e1bd57524cdf6ccc91be943942bfa521a32696d459cdc422e013da2",
-            ),
-            _strict_import,
-        ),
-    ),
+    edits=(_strict_import,),
     seam="import_module is the one function that turns the words of a spec into an object, in every script and model family",
     leaves_alone=(
         "two words as before; which packages a spec may come from (the launcher's check); --spec local of BERT and of the "

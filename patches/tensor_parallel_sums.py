@@ -3,9 +3,6 @@
 Activate: ``megacpp_mcore.patches.apply(["tensor-parallel-sums"])`` before the model is built.
 Scope: learned attention sinks (``--softmax-type learnable``); gated delta nets without sequence parallelism; label smoothing in
     ``vocab_parallel_cross_entropy``; each on several tensor-parallel ranks.
-Provenance: megatron-core 0.19.2 ``core/transformer/attention.py`` and ``multi_latent_attention.py``,
-    ``core/ssm/gated_delta_net/common.py`` and ``core/tensor_parallel/cross_entropy.py``; findings 8, 11 and 1 of
-    NVIDIA/Megatron-LM#7452.
 
 Shape legend: S sequence, B batch.
 """
@@ -14,10 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
 
-@replacement
+@edit(
+    "megatron.core.transformer.attention:Attention.__init__",
+    "e92961c44464124f352cb0895e03902f8015b92535d9b5d23bd0d815503527ff",
+    "2f932e1177b758e562298fa7107ca60f9e7bd4ccda025ca8b175851bd8987701",
+)
 def _marked_sinks(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace an attention's ``__init__``: sinks of a rank's heads are sharded, not copies of which the first rank's counts.
 
@@ -32,7 +33,11 @@ def _marked_sinks(original: Function, self: Any, *args: Any, **kwargs: Any) -> N
         set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
 
-@replacement
+@edit(
+    "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__",
+    "5673a9138ea11f9da4b06878ac3b16ea719c5999c17bdbb50ab748c5587f1ef7",
+    "a8d36ad4c2901033c5e962cf4d34017ccd552559f9a2e5caa428cbbd5a1008ad",
+)
 def _summed_norm(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
     """Replace a gated delta net's ``__init__``: ranks sum the gradients of the norm that all their heads share.
 
@@ -45,7 +50,10 @@ def _summed_norm(original: Function, self: Any, *args: Any, **kwargs: Any) -> No
             parameter.register_hook(lambda gradient: gradient * self.tp_size)
 
 
-@replacement
+@edit(
+    "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
+    "a4c29cc0ff1b8d20ee5f10414b193c3a9789f7a21ccc76ed25686e659fb8a85f",
+)
 def _smoothed_over_all(
     original: Function, vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
 ) -> Any:
@@ -86,32 +94,14 @@ PATCH = Patch(
         "megatron/core/tensor_parallel/cross_entropy.py"
     ),
     edits=(
-        Edit(
-            "megatron.core.transformer.attention:Attention.__init__",
-            (
-                "e92961c44464124f352cb0895e03902f8015b92535d9b5d23bd0d815503527ff",
-                "2f932e1177b758e562298fa7107ca60f9e7bd4ccda025ca8b175851bd8987701",
-            ),
-            _marked_sinks,
-        ),
+        _marked_sinks,
         Edit(
             "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
             ("015b80c06519a01c9fe9def71a06b48ffa23c6da07b6da0e22657d16dd399989",),
-            _marked_sinks,
+            _marked_sinks.make,
         ),
-        Edit(
-            "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__",
-            (
-                "5673a9138ea11f9da4b06878ac3b16ea719c5999c17bdbb50ab748c5587f1ef7",
-                "a8d36ad4c2901033c5e962cf4d34017ccd552559f9a2e5caa428cbbd5a1008ad",
-            ),
-            _summed_norm,
-        ),
-        Edit(
-            "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
-            ("a4c29cc0ff1b8d20ee5f10414b193c3a9789f7a21ccc76ed25686e659fb8a85f",),
-            _smoothed_over_all,
-        ),
+        _summed_norm,
+        _smoothed_over_all,
     ),
     seam=(
         "the __init__ of Attention and of MLA makes the core attention, Megatron's or Transformer Engine's; marks of "

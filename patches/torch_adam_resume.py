@@ -4,8 +4,7 @@ Without Transformer Engine and Apex, upstream's Adam is ``torch.optim.Adam(W)``,
 Upstream reads that count before it exists, assigns one shared tensor to all parameters, which each of them then increments, and
 expects it in each parameter's checkpoint state.
 
-Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class); or
-``megacpp_mcore.patches.apply(["torch-adam-resume"])``.
+Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: ``--use-distributed-optimizer`` with PyTorch's Adam; all other optimizers are left to upstream.
 Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py``; PyTorch 2.11 ``torch/optim/adam.py``.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 STEP = "step"
 
@@ -29,7 +28,10 @@ def _counts_by_itself(optimizer: Any) -> bool:
     )
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+    "fe621ae6a622b58752df0330a2a30056dda222d73f22dc6bce6a5d1ac2bfa3d8",
+)
 def _from_the_first_step_on(original: Function, self: Any) -> Any:
     """Replace ``DistributedOptimizer.state_dict()``: before the first step it creates Adam's initial state."""
     import torch
@@ -42,7 +44,10 @@ def _from_the_first_step_on(original: Function, self: Any) -> Any:
     return original(self)
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+    "7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",
+)
 def _with_counts_of_their_own(original: Function, self: Any, state_dict: Any) -> Any:
     """Replace ``DistributedOptimizer.load_state_dict(state_dict)``: each parameter gets its own step tensor."""
     loaded = original(self, state_dict)
@@ -52,7 +57,10 @@ def _with_counts_of_their_own(original: Function, self: Any, state_dict: Any) ->
     return loaded
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+    "40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",
+)
 def _without_the_count(original: Function, self: Any, model_param: Any, tensors: Any) -> Any:
     """Replace ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
 
@@ -68,23 +76,7 @@ PATCH = Patch(
         "('assert len(steps) == 1', or KeyError: 'step'), and all parameters would share one count of steps"
     ),
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py",
-    edits=(
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-            ("fe621ae6a622b58752df0330a2a30056dda222d73f22dc6bce6a5d1ac2bfa3d8",),
-            _from_the_first_step_on,
-        ),
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-            ("7e5f988b86b485012fe3031b4960e8624d3b6e8db12a49367ffeae5777de029f",),
-            _with_counts_of_their_own,
-        ),
-        Edit(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
-            ("40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",),
-            _without_the_count,
-        ),
-    ),
+    edits=(_from_the_first_step_on, _with_counts_of_their_own, _without_the_count),
     seam=(
         "state_dict and load_state_dict are the two places that read and write the count; every format hands a parameter's "
         "tensors to _set_main_param_and_optimizer_states"

@@ -23,12 +23,15 @@ from unittest import mock
 
 from megacpp_mcore.arguments.lowering import check_under_torch_fsdp
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 
 
-@replacement
+@edit(
+    f"{_STOCK}:TorchFullyShardedDataParallel.__init__",
+    "bc7cd7ff6400674367d2197a1ee0d0198583e0901270fd92192f0555f4a4c928",
+)
 def _by_block(
     original: Function, self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -86,7 +89,10 @@ def _check(config: Any, ddp_config: Any) -> None:
     check_under_torch_fsdp(run)
 
 
-@replacement
+@edit(
+    f"{_STOCK}:TorchFullyShardedDataParallel.finish_grad_sync",
+    "e7a290299e253eb6500203d04d0485b17c5a3a2cb6055d54d152704d5b2d2a67",
+)
 def _with_whole_parameters(original: Function, self: Any, force_all_reduce: bool = False) -> None:
     """Replace ``TorchFullyShardedDataParallel.finish_grad_sync``, called once a step."""
     import torch
@@ -102,7 +108,10 @@ def _with_whole_parameters(original: Function, self: Any, force_all_reduce: bool
             parameter.grad = parameter.main_grad = mean.view_as(parameter)
 
 
-@replacement
+@edit(
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",
+    "70accfba5af8c8e3ec3a5a16adb2ebdb5fdaeb83b5ffb814ab6774fdfe3f2ba9",
+)
 def _with_state_to_load(original: Function, self: Any, is_loading: bool = False) -> Any:
     """Replace ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
     import torch
@@ -122,7 +131,10 @@ def _with_state_to_load(original: Function, self: Any, is_loading: bool = False)
     return original(self)
 
 
-@replacement
+@edit(
+    f"{_STOCK}:TorchFullyShardedDataParallel.load_state_dict",
+    "f33082399a2b7735b266cbcc0fe7444cafb430631d107d8b2e849c4c703a0a5e",
+)
 def _with_whole_tensors(original: Function, self: Any, state_dict: Any, strict: bool = True) -> None:
     """Replace ``TorchFullyShardedDataParallel.load_state_dict``, which does nothing.
 
@@ -151,28 +163,7 @@ PATCH = Patch(
         "read, and the model keeps its random weights"
     ),
     source=f"megatron-core 0.19.2, {_STOCK.replace('.', '/')}.py, megatron/core/optimizer/optimizer.py",
-    edits=(
-        Edit(
-            f"{_STOCK}:TorchFullyShardedDataParallel.__init__",
-            ("bc7cd7ff6400674367d2197a1ee0d0198583e0901270fd92192f0555f4a4c928",),
-            _by_block,
-        ),
-        Edit(
-            f"{_STOCK}:TorchFullyShardedDataParallel.finish_grad_sync",
-            ("e7a290299e253eb6500203d04d0485b17c5a3a2cb6055d54d152704d5b2d2a67",),
-            _with_whole_parameters,
-        ),
-        Edit(
-            f"{_STOCK}:TorchFullyShardedDataParallel.load_state_dict",
-            ("f33082399a2b7735b266cbcc0fe7444cafb430631d107d8b2e849c4c703a0a5e",),
-            _with_whole_tensors,
-        ),
-        Edit(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict",
-            ("70accfba5af8c8e3ec3a5a16adb2ebdb5fdaeb83b5ffb814ab6774fdfe3f2ba9",),
-            _with_state_to_load,
-        ),
-    ),
+    edits=(_by_block, _with_whole_parameters, _with_whole_tensors, _with_state_to_load),
     seam=(
         "the constructor wraps, and names fully_shard in its module; finish_grad_sync is called once a step has its gradients; "
         "the loader of torch_dcp reads state_dict first"

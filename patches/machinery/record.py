@@ -129,6 +129,13 @@ class Edit:
         )
 
 
+def edit(
+    target: str, *fingerprints: str, until: tuple[str, ...] = (), make: Callable[[Function], Any] = replacement
+) -> Callable[[Function], Edit]:
+    """Turn the function below it into the :class:`Edit` of ``target``; ``make`` makes that of the edit from the function."""
+    return lambda body: Edit(target, fingerprints, make(body), until)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Patch:
     """The record of one patch: description and edits.

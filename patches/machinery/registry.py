@@ -7,22 +7,20 @@ and ``megatron.training`` may be half imported (if it is what imported ``megatro
 there: every patch is checked against the *files*, and each edit is applied as soon as the module that defines its target has
 run. Not wrapt's import hooks: those fire at once for a module in ``sys.modules``, half imported or not.
 
-One patch lives in one file of that folder and is one module-level record::
+One patch lives in one file of that folder: functions that run in place of their targets, and one module-level record of them::
+
+    @edit("megatron.training.models.gpt:mtp_block_spec", "<sha256>")
+    def _block_spec(original: Function, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
+        ...  # may call the original
 
     PATCH = Patch(
         name="mtp-shared-block",
         fixes="...", source="...", seam="...", leaves_alone="...", retire_when="...", cost="...", gain="not measured",
-        edits=(
-            Edit(
-                "megatron.training.models.gpt:mtp_block_spec",
-                ("<sha256>",),
-                _block_spec,  # builds the replacement from the original: a function under @replacement (of :mod:`.record`)
-            ),
-        ),
+        edits=(_block_spec,),
     )
 
-(fields: :mod:`.record`); :func:`fingerprint` returns the SHA-256 to enter. Importing this module, or a patch's module, changes
-nothing.
+(fields and other ways to make a replacement: :mod:`.record`); :func:`fingerprint` returns the SHA-256 to enter. Importing this
+module, or a patch's module, changes nothing.
 """
 
 from __future__ import annotations

@@ -176,10 +176,10 @@ def test_other_optimizers_are_upstreams(
 def test_a_norm_group_of_its_own_is_clipped_in_place(calls: list[tuple[Any, ...]]) -> None:
     optimizer, clipped = Optimizer(), []
     optimizer.gradients()
-    patch._owned(lambda self: None)(optimizer)
-    clip = patch._later(lambda parameters, *_: clipped.append(len(parameters)))
+    patch._owned.make(lambda self: None)(optimizer)
+    clip = patch._later.make(lambda parameters, *_: clipped.append(len(parameters)))
     clip(optimizer.get_parameters()[:2], 1.0, torch.tensor([4.0]))
     clip(optimizer.get_parameters()[2:], 1.0, torch.tensor([2.0]))
-    patch._in_one_pass(lambda self: self.ready())(optimizer)
+    patch._in_one_pass.make(lambda self: self.ready())(optimizer)
     assert clipped == [2, 1]
     assert [call[2] for call in calls] == [None, None]

@@ -400,5 +400,5 @@ def test_a_format_without_manifest_gets_no_digests(checkpointing: ModuleType, tm
 @pytest.mark.parametrize(("folder", "has_manifest"), [("saved", True), ("msc://bucket/saved", False)])
 def test_object_storage_is_not_read_back(folder: str, has_manifest: bool) -> None:
     save = mock.Mock(__name__="save")
-    patch._with_manifest(save)({}, folder, content_metadata={})
+    patch._with_manifest.make(save)({}, folder, content_metadata={})
     assert save.call_args.kwargs.get("verify_integrity", False) is has_manifest

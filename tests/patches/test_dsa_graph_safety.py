@@ -216,7 +216,7 @@ def test_a_rotation_is_passed_on_as_it_was_asked_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         rope_utils, "_apply_rotary_pos_emb_bshd", lambda t, freqs, **rotation: seen.append(rotation) or t
     )
-    call = functools.partial(_rotary(stocks), torch.ones(4, 1, 8), torch.tensor([0, 4]), torch.ones(4, 1, 1, 8))
+    call = functools.partial(_rotary.make(stocks), torch.ones(4, 1, 8), torch.tensor([0, 4]), torch.ones(4, 1, 1, 8))
     with captured():
         assert call(inverse=True, cp_group=group).shape == (4, 1, 8)
         assert call(inverse=True, cp_group=group, max_seqlen=4) == "stock"

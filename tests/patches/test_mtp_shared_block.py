@@ -245,7 +245,7 @@ def test_the_sum_of_what_was_rolled_is_left_out_where_stock_leaves_it_out() -> N
 def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:
     from megacpp_mcore.patches.mtp_shared_block import _block_spec
 
-    replacement = _block_spec(original := mock.create_autospec(lambda config, spec, vp_stage=None: None))
+    replacement = _block_spec.make(original := mock.create_autospec(lambda config, spec, vp_stage=None: None))
     found = replacement("config", spec := SimpleNamespace(layer_specs=[]), vp_stage=1)
     assert found is original.return_value
     assert replacement("config", SimpleNamespace(mtp=None)) is None

@@ -193,7 +193,7 @@ def test_checks_on_a_gpu_wait_for_the_end_of_the_step(value: float, monkeypatch:
     monkeypatch.setattr(non_finite_origin, "DEVICE", "cpu")
     machine, made, read = machine_in_a_later_step(), [], []
     monkeypatch.setattr(non_finite_origin, "_finite", lambda tensor: read.append(tensor) or tensor.isfinite().all())
-    check = non_finite_origin._naming(lambda self, result, *rest, **kwargs: made.append((float(result), *rest)))
+    check = non_finite_origin._naming.make(lambda self, result, *rest, **kwargs: made.append((float(result), *rest)))
     machine.validate_result = check.__get__(machine)
     for message in ("of a loss", "of a grad"):
         result = torch.full((), value if "loss" in message else 2.0)
@@ -201,7 +201,7 @@ def test_checks_on_a_gpu_wait_for_the_end_of_the_step(value: float, monkeypatch:
             machine.validate_result(result, rejection, message, tolerance=0.0, fatal=True)
         result /= 4
     assert (made, machine.has_checked_gradients) == ([], True)
-    decide = non_finite_origin._at_once(lambda self, iterator: iterator)
+    decide = non_finite_origin._at_once.make(lambda self, iterator: iterator)
     assert decide(machine, "iterator") == "iterator"
     assert len(read) == 1
     assert len(read[0]) == 2
@@ -289,7 +289,7 @@ class OnDevice:
 
 def norm_of(value: Any, *, checked: bool, threshold: float = float("inf")) -> Any:
     """What a step's optimizer has for the gradient norm."""
-    replaced: Callable[..., Any] = non_finite_origin._finite_norm(lambda self: value)
+    replaced: Callable[..., Any] = non_finite_origin._finite_norm.make(lambda self: value)
     optimizer = SimpleNamespace(config=SimpleNamespace(grad_norm_skip_threshold=threshold))
     machine = SimpleNamespace(has_checked_gradients=checked)
     with mock.patch("megatron.core.rerun_state_machine.get_rerun_state_machine", return_value=machine):

@@ -123,8 +123,7 @@ class _Projections:
         modules = (self.linear_q_down_proj, self.linear_kv_down_proj, self.q_layernorm, self.kv_layernorm)
         if replaces_modules(self.latents_backend, *modules):
             weights = (module.weight for module in modules)
-            made: tuple[torch.Tensor, ...] = self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
-            return made
+            return self.latents_backend.fn(hidden_SBD, *weights, config.layernorm_epsilon)
         query, _ = self.linear_q_down_proj(hidden_SBD)
         if query.shape[-1] != config.q_lora_rank:
             query = gather_from_tensor_model_parallel_region(query, group=self.tp_group)
@@ -193,10 +192,9 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
     ) -> tuple[torch.Tensor | None, ...]:
         """As the stock method: query, key, value, and the normed query latents, which stock passes only to DSA."""
         if self.cache_mla_latents:  # dynamic batching only
-            stock: tuple[torch.Tensor | None, ...] = super().get_query_key_value_tensors(
+            return super().get_query_key_value_tensors(
                 hidden_states, *args, inference_context=inference_context, **kwargs
             )
-            return stock
         query, key, value, query_latents = self._projected(hidden_states, inference_context)
         return query, key, value, query_latents, None
 

@@ -232,7 +232,7 @@ class SparseCoreAttention(MegatronModule):
         else:
             query, selection = self._select(self.indexer, query, attention_mask, x, qr)
             sink = selection.sink
-        o_SBHV: torch.Tensor = self.backend.fn(
+        return self.backend.fn(
             query,
             key.squeeze(2),
             selection.index,
@@ -240,7 +240,6 @@ class SparseCoreAttention(MegatronModule):
             value_dim=self.value_dim,
             sink=sink,
         )
-        return o_SBHV
 
     def _shared(self) -> Selection:
         """Return the Full layer's selection; in the warm-up runs before a graph's capture, a placeholder of its shape.
@@ -288,8 +287,7 @@ class SparseCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Select keys by the backend; under context parallelism for each of this rank's chunks of the sequence."""
         if not self.context:
-            index_BSN: torch.Tensor = self.select_backend.fn(q_SBHD, k_TBD, w_SBH, topk, seq_idx_BS)
-            return index_BSN
+            return self.select_backend.fn(q_SBHD, k_TBD, w_SBH, topk, seq_idx_BS)
         rows, most = len(q_SBHD) // 2, min(topk, len(k_TBD))
         found = []
         for q, w, chunk in zip(q_SBHD.chunk(2), w_SBH.chunk(2), self.context.chunks(), strict=True):

@@ -123,8 +123,7 @@ def gathered_products(
     """
     for weight_ND, main_grad in zip(weights, main_grads, strict=True):
         check_main_grad(weight_ND, main_grad)
-    outputs: tuple[torch.Tensor, ...] = _GatheredProducts.apply(rows_RBD, group, tuple(main_grads), *weights)
-    return outputs
+    return _GatheredProducts.apply(rows_RBD, group, tuple(main_grads), *weights)
 
 
 class _GatheredProducts(torch.autograd.Function):
@@ -181,8 +180,7 @@ def scattered_product(
         ModelError: the buffer does not fit the weight.
     """
     check_main_grad(weight_NK, main_grad)
-    sums: torch.Tensor = _ScatteredProduct.apply(x_SBK.contiguous(), weight_NK, main_grad, group)
-    return sums
+    return _ScatteredProduct.apply(x_SBK.contiguous(), weight_NK, main_grad, group)
 
 
 class _ScatteredProduct(torch.autograd.Function):

@@ -250,8 +250,7 @@ class ExpertsLayer(MoELayer):
                 # a graph do not have.
                 self._tokens.end()
             return None
-        shared: torch.Tensor | None = super().shared_experts_compute(hidden_states)
-        return shared
+        return super().shared_experts_compute(hidden_states)
 
     def route(self, hidden_states: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the tokens."""
@@ -325,8 +324,7 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
             bias = bias.transpose(0, 1).reshape(output.shape)
             output_with_bias = output, bias
         if bias is None or prob or not output.is_cuda or bias.shape != output.shape:
-            total: torch.Tensor = stock(output_with_bias, residual, prob)
-            return total
+            return stock(output_with_bias, residual, prob)
         from megacpp_mcore.ops.add import add3
 
         return add3(output, bias, residual)

@@ -31,7 +31,4 @@ def replicated(
     parameter: torch.Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup
 ) -> torch.Tensor:
     """Return ``parameter``; each rank's gradient of it is of its own heads or rows: marked, or summed in every pass."""
-    same: torch.Tensor = (
-        parameter if config.sequence_parallel else copy_to_tensor_model_parallel_region(parameter, group=group)
-    )
-    return same
+    return parameter if config.sequence_parallel else copy_to_tensor_model_parallel_region(parameter, group=group)

@@ -104,8 +104,7 @@ class GraphLayer(PlannedLayer):
         """Return whether to run the graph: only in training, since it counts tokens, logs losses and applies dropout."""
         if not (self.training and torch.is_grad_enabled()):
             return False
-        called: bool = super()._should_call_local_cudagraph(*args, **kwargs)
-        return called
+        return super()._should_call_local_cudagraph(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock method."""

@@ -117,8 +117,7 @@ class NAM56RStack(HybridStack):
     ) -> ShardedStateDict:
         """As the stock method, after marking the checkpoint's layout (save) or checking it (load)."""
         checkpoint_layout.mark_or_check(metadata, self.config)
-        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return state
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
 class SharedMTPLayer(RepeatedLayer):

@@ -53,11 +53,10 @@ class PositionedIndexer(DSAIndexer):
         """
         modules = (self.linear_wq_b, self.linear_wk, self.k_norm, self.linear_weights_proj)
         if not replaces_modules(self.inputs_backend, *modules):
-            stock: tuple[torch.Tensor, ...] = super().forward_before_topk(x, qr, *args, **kwargs)
-            return stock
+            return super().forward_before_topk(x, qr, *args, **kwargs)
         if self.config.sequence_parallel:
             x, qr = (gather_from_sequence_parallel_region(rows, group=self.pg_collection.tp) for rows in (x, qr))
-        made: tuple[torch.Tensor, ...] = self.inputs_backend.fn(
+        return self.inputs_backend.fn(
             x,
             qr,
             self.linear_wq_b.weight,
@@ -70,7 +69,6 @@ class PositionedIndexer(DSAIndexer):
             scale=self.index_n_heads**-0.5 * self.softmax_scale,
             interleaved=self.config.dsa_indexer_rope_interleaved,
         )
-        return made
 
     def _rotation(self, rows: int) -> torch.Tensor:
         ranks = self.pg_collection.cp.size()

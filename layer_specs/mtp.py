@@ -58,11 +58,9 @@ class RepeatedLayer(MultiTokenPredictionLayer):
     def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
         """As the stock method, which gathers columns; :class:`UncutLinear` has all, of this rank's rows."""
         if not self.config.sequence_parallel:
-            stock: torch.Tensor = super()._concat_embeddings(hidden_states, decoder_input)
-            return stock
+            return super()._concat_embeddings(hidden_states, decoder_input)
         normed = self.enorm(decoder_input), self.hnorm(hidden_states)
-        projected: torch.Tensor = self.eh_proj(torch.cat(normed, dim=-1))[0]
-        return projected
+        return self.eh_proj(torch.cat(normed, dim=-1))[0]
 
     def _get_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock method, whose use of the embedding is one of several."""

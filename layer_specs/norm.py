@@ -77,8 +77,7 @@ def _by_op(norm: Any, has_residual: bool) -> Any:
 
     def pair(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalize: ``[..., D] -> (normed, residual)``."""
-        made: tuple[torch.Tensor, torch.Tensor] = self.backend.fn(hidden, self.weight, self.eps)
-        return made
+        return self.backend.fn(hidden, self.weight, self.eps)
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         """Normalize: ``[..., D] -> [..., D]``."""

@@ -146,8 +146,7 @@ def scattering(linear: type) -> type:
         """Project: ``[S, B, K] -> ([S / ranks, B, N], no bias)``."""
         sent = x_SBK.shape[:-1].numel() // self.tp_group.size() * len(self.weight) * x_SBK.element_size()
         if sent < exchange.WORTH_PIECES or fp8_scopes.is_active():
-            stock: tuple[torch.Tensor, torch.Tensor | None] = linear.forward(self, x_SBK)  # type: ignore[attr-defined]
-            return stock
+            return linear.forward(self, x_SBK)  # type: ignore[attr-defined]
         main_grad = main_grad_of(self.weight, self.config)
         return exchange.scattered_product(x_SBK, self.weight, main_grad, self.tp_group), None
 
@@ -190,8 +189,7 @@ def parts_for(config: TransformerConfig) -> Parts:
     if te_disabled():
         _refuse_without_te(config)
     candidates = layer_parts_candidates(transformer_engine=_te_parts, local=_local_parts)
-    parts: Parts = Dispatcher(candidates=candidates).request(LAYER_PARTS, requested, device=compute_device()).fn()
-    return parts
+    return Dispatcher(candidates=candidates).request(LAYER_PARTS, requested, device=compute_device()).fn()
 
 
 def implementation(config: TransformerConfig) -> str:
@@ -330,7 +328,7 @@ class Mixer(MegatronModule):
     def output_projection(self, row_linear: type, width: int) -> torch.nn.Module:
         """Build a ``row_linear`` from ``width`` values, split over tensor parallelism, to the hidden size."""
         config = self.config
-        linear: torch.nn.Module = row_linear(
+        return row_linear(
             width,
             config.hidden_size,
             config=config,
@@ -342,7 +340,6 @@ class Mixer(MegatronModule):
             tp_comm_buffer_name="fc2",
             tp_group=self.tp_group,
         )
-        return linear
 
     def replicated(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return ``parameter`` unchanged; its gradient is summed over the tensor-parallel ranks, which hold some heads each."""

@@ -49,8 +49,7 @@ class Router(TopKRouter):
         """Return logits ``[S, B, E]`` in fp32, bit-identical to stock's."""
         on_gpu = input.is_cuda and self.weight.is_cuda  # stock moves a CPU weight to the GPU
         if on_gpu and input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None:
-            logits: torch.Tensor = Gating.apply(input, self.weight, None, torch.float32)
-            return logits
+            return Gating.apply(input, self.weight, None, torch.float32)
         return super().gating(input)
 
     def routing(

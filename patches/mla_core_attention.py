@@ -219,8 +219,7 @@ def _instead_of_te(call: Call) -> torch.Tensor | Kept:
             return Kept(f"{where} neither Transformer Engine nor PyTorch's cuDNN or flash has a fused kernel")
         attend, kernel = functools.partial(sdpa.sdpa_attention, backend=backend), f"sdpa {backend.name}"
     _report(call, kernel, f"{where} {words}", Speed.KERNEL)
-    output: torch.Tensor = attend(*tensors, softmax_scale=call.core.softmax_scale, causal=causal, **documents)
-    return output
+    return attend(*tensors, softmax_scale=call.core.softmax_scale, causal=causal, **documents)
 
 
 @functools.cache

@@ -281,8 +281,7 @@ def _candidate(
 
 
 def _load(path: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = pkgutil.resolve_name(path)
-    return found
+    return pkgutil.resolve_name(path)
 
 
 def _probe(path: str, *given: str) -> Callable[[], ProbeResult]:

@@ -93,5 +93,4 @@ class Block(torch.nn.Module):
         if rotary is not None:
             query, key = rotary(query), rotary(key)
         hidden_SBD = hidden_SBD + self.output(self.attention(query, key, value))
-        output: torch.Tensor = hidden_SBD + self.feed_forward(hidden_SBD)
-        return output
+        return hidden_SBD + self.feed_forward(hidden_SBD)

@@ -255,15 +255,10 @@ class InProjection(MegatronModule):
 def _split(output_SBN: torch.Tensor, placed: Sequence[Slot], start: int = 0) -> dict[str, torch.Tensor]:
     """Split ``output_SBN``, of the rows from ``start``, into views of its parts, at once, so that their gradients are joined in
     at most one copy."""
-    sizes, names, end = [], [], start
+    pieces, end = [], start
     for slot in placed:
-        if slot.start > end:
-            sizes.append(slot.start - end)
-            names.append("")
-        sizes.append(slot.rows)
-        names.append(slot.part.name)
+        pieces += [("", slot.start - end), (slot.part.name, slot.rows)]
         end = slot.start + slot.rows
-    if end < (last := start + output_SBN.shape[-1]):
-        sizes.append(last - end)
-        names.append("")
+    pieces.append(("", start + output_SBN.shape[-1] - end))
+    names, sizes = zip(*(piece for piece in pieces if any(piece)), strict=True)
     return {name: part for name, part in zip(names, split(output_SBN, sizes), strict=True) if name}

@@ -109,10 +109,10 @@ def preserve_rng_during_warmup() -> Iterator[str]:
     Bridge has a copy of Megatron's function that runs fused functions once, on random inputs as large as the micro-batch
     (``training/initialize.py``). On the CPU lane the same generator draws the weights, which would depend on the batch.
     """
-    from megacpp_mcore.cpu.torch_cuda import without_moving_the_generator  # brings torch
+    import torch
 
     initialize: Any = importlib.import_module("megatron.bridge.training.initialize")
-    warm_up = without_moving_the_generator(initialize._warmup_jit_function)
+    warm_up = torch.random.fork_rng(devices=[])(initialize._warmup_jit_function)
     with mock.patch.object(initialize, "_warmup_jit_function", warm_up):
         yield f"{initialize.__name__}._warmup_jit_function does not move the generator (weights do not depend on batches)"
 

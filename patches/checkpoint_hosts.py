@@ -75,9 +75,7 @@ def _loads_as_it_is(original: Function, args: Any, ckpt_args: Any, model: Any) -
     "10e15ea625faff7d9610a7bb02da26e3b196551e889dfa4c0232eca1521a12c9",
 )
 def _without_empty_state(original: Function, self: Any, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-    """Replace ``LanguageModule.sharded_state_dict(prefix, sharded_offsets, metadata)``.
-
-    GPTModel drops the always empty extra state of its output layer; HybridModel does not, and would have that one key more
+    """GPTModel drops the always empty extra state of its output layer; HybridModel does not, and would have that one key more
     than a GPTModel checkpoint.
     """
     state = original(self, prefix, *args, **kwargs)

@@ -47,7 +47,6 @@ def _marked_or_checked(
     sharded_offsets: tuple[Any, ...] = (),
     metadata: dict[str, Any] | None = None,
 ) -> Any:
-    """Replace ``GPTModel.sharded_state_dict(prefix, sharded_offsets, metadata)``."""
     if hasattr(self.config, checkpoint_layout.KEY):
         checkpoint_layout.mark_or_check(metadata, self.config)
     return original(self, prefix, sharded_offsets, metadata)

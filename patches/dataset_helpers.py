@@ -86,7 +86,6 @@ def _datasets_folder() -> Path:
 def _compile_if_missing(
     original: Function,
 ) -> None:
-    """Replace ``compile_helpers()``."""
     folder = _datasets_folder()
     library = ready_helper(folder)
     if library is not None:

@@ -26,9 +26,7 @@ def capturing() -> bool:
 
 @edit(f"{_DSA}.dsa:FusedDSAIndexerLoss.backward", "f6763f4863e3a333d9272328a4182fef0bae859309034bf30b4826e25b0a8b67")
 def _loss_backward(original: Function, ctx: Any, grad_topk_indices: Any, grad_loss: Any) -> Any:
-    """Replace ``FusedDSAIndexerLoss.backward(ctx, grad_topk_indices, grad_loss)``.
-
-    Without a row mask stock divides by a row count that it copies from the host, which a capture forbids. With a row mask it
+    """Without a row mask stock divides by a row count that it copies from the host, which a capture forbids. With a row mask it
     counts on the device; a mask of ones gives the same count, and bit-identical gradients.
     """
     if ctx.query_valid_rows is None and not ctx.calculate_per_token_loss and capturing():

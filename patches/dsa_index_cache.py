@@ -258,7 +258,6 @@ def _holder(which: int) -> Callable[[Function], Function]:
     "4bcf3f270c667ff12a3184b0d75be22a6038f2a357f9776d0f24b4fd760c65e9",
 )
 def _checkpoint_forward(original: Function, ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-    """Replace ``CheckpointFunction.forward(ctx, run_function, …)``."""
     return original(ctx, Recomputed(run_function), *args)
 
 

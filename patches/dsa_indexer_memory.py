@@ -11,6 +11,7 @@ Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_varia
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -170,6 +171,8 @@ def _indexer(call: SimpleNamespace) -> Indexer | None:
 
 
 def _attention(call: SimpleNamespace) -> Attention | None:
+    import torch
+
     from megacpp_mcore.ops.indexer.chunked import Attention
 
     query, key = (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in (call.query, call.key))
@@ -179,20 +182,9 @@ def _attention(call: SimpleNamespace) -> Attention | None:
         return None
     if key.stride(2) == 0:
         key = key[:, :, :1]  # absorbed MLA: one key head, expanded over the query heads
-    return Attention(query, key, call.softmax_scale, reduce=_reduce_over(call.pg_collection.tp))
-
-
-def _reduce_over(group: Any) -> Callable[[torch.Tensor], None] | None:
-    """Return a function that sums in place over the ranks of ``group``; None for a single rank."""
-    if group.size() == 1:
-        return None
-
-    def reduce(target: torch.Tensor) -> None:
-        import torch
-
-        torch.distributed.all_reduce(target, group=group)
-
-    return reduce
+    ranks = call.pg_collection.tp
+    reduce = functools.partial(torch.distributed.all_reduce, group=ranks) if ranks.size() > 1 else None
+    return Attention(query, key, call.softmax_scale, reduce=reduce)
 
 
 def _plain(*tensors: torch.Tensor) -> bool:

@@ -44,7 +44,6 @@ def depth_of_mtp() -> Iterator[None]:
     "417ff87fe91384d989d3837e776b22dc0676d5322ac8af1dc101d1aa5c9833ea",
 )
 def _by_rows(original: Function, self: Any, input_: Any) -> Any:
-    """Replace ``VocabParallelEmbedding.forward``."""
     if not _fits(self, input_):
         return original(self, input_)
     from megacpp_mcore.ops.embedding import embedding
@@ -59,7 +58,6 @@ def _by_rows(original: Function, self: Any, input_: Any) -> Any:
     "9cdf2778ee6d8aced25eee66c05c2a1fc5cd3a8c937581e01829ca95391b6678",
 )
 def _marked_if_tied(original: Function, self: Any) -> None:
-    """Replace ``LanguageModule.setup_embeddings_and_output_layer``."""
     original(self)
     if hasattr(self, "embedding") and not self.share_embeddings_and_output_weights:
         vars(self.embedding.word_embeddings.weight).pop("zero_out_wgrad", None)

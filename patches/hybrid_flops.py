@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
@@ -24,8 +24,7 @@ from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Pairs:
+class _Pairs(NamedTuple):
     """Numbers of (query, key) pairs: causal within documents, and those of them that top-k keeps, or a window."""
 
     causal: int
@@ -84,7 +83,7 @@ _documents = _Documents()
 
 def packed_pairs() -> tuple[int, int, int] | None:
     """Return the pairs of the last step's documents if packed, of all replicas: causal, kept by top-k, in a window."""
-    return None if (known := _documents.pairs) is None else (known.causal, known.selected, known.windowed)
+    return _documents.pairs
 
 
 def _virtual_stages() -> int:
@@ -99,7 +98,6 @@ def _virtual_stages() -> int:
     "e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",
 )
 def _observed(original: Function, cu_seqlens: Any) -> None:
-    """Replace ``update_seqlen_stats_from_cu_seqlens(cu_seqlens)``."""
     original(cu_seqlens)
     _documents.add(cu_seqlens)
 
@@ -108,9 +106,7 @@ def _observed(original: Function, cu_seqlens: Any) -> None:
     "megatron.training.training:consume_seqlen_stats_in_iteration",
     "11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",
 )
-def _closed(
-    original: Function,
-) -> Any:
+def _closed(original: Function) -> Any:
     """Replace ``consume_seqlen_stats_in_iteration()``, which divides by every parallel size but that one."""
     found = original()
     _documents.close()
@@ -227,9 +223,8 @@ def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
     count = functools.partial(_counted, model, batch.sequences, batch.length, vocabulary)
     if batch.pairs is None:
         return count(None)
-    none, pairs = count((0, 0, 0)), (batch.pairs.causal, batch.pairs.selected, batch.pairs.windowed)
-    one_each = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
-    return none + sum(number * (count(one) - none) for number, one in zip(pairs, one_each, strict=True))
+    none, one_each = count((0, 0, 0)), ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    return none + sum(number * (count(one) - none) for number, one in zip(batch.pairs, one_each, strict=True))
 
 
 @functools.lru_cache(maxsize=64)

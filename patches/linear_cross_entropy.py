@@ -313,7 +313,6 @@ def _lazy_output(
     "cfdd820917a28309a77d4fe939ac3629dfe9c9b273eda1c332b49a33fd78ef39",
 )
 def _lazy_loss(original: Function, self: Any, labels: Any, logits: Any) -> Any:
-    """Replace ``LanguageModule.compute_language_model_loss``."""
     if not isinstance(logits, LazyLogits):
         return original(self, labels, logits)
     run = _running.get()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     until=("ab3a71ce72c93120a13da5fe6dcb32d6482b69e617fb2ceb0120a06bc1f866fa",),  # NVIDIA/Megatron-LM#5929
 )
 def _with_every_parameter_numbered(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Float16OptimizerWithFloat16Params.sharded_state_dict(model_sharded_state_dict, is_loading, metadata)``.
+    """Return states numbered by every parameter.
 
     The original runs on a view of the optimizer whose parallel lists of model and main parameters include the fp32 ones, in the
     order of the inner optimizer, to which the numbers refer. An fp32 parameter is its own main parameter and is saved with the
@@ -72,10 +72,7 @@ def _is_fp32(parameter: torch.Tensor) -> bool:
     "c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",
 )
 def _fp32_first(original: Function, cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
-    """Replace ``DistributedOptimizer._build_optimizer_group_ranges(param_groups, gbuf_ranges)``.
-
-    Upstream's next step creates each group's main parameters, fp32 parameters first; the replacement numbers them that way.
-    """
+    """Return numbers of parameters as upstream's next step creates each group's main parameters: fp32 parameters first."""
     index_of, group_ranges = original(cls, param_groups, gbuf_ranges)
     for group_index, group_range in enumerate(group_ranges):
         group_range["params"].sort(key=lambda parameter: not _is_fp32(parameter))

@@ -101,7 +101,6 @@ def _run_fused(
     attn_mask_type: Any = None,
     **extra_kwargs: Any,
 ) -> Any:
-    """Replace ``MultiLatentAttention._run_core_attention``."""
     run = _runner(self.core_attention)
     if run is not None:
         os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")

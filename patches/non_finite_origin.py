@@ -184,7 +184,6 @@ def _naming(
     *rest: Any,
     **kwargs: Any,
 ) -> None:
-    """Replace ``RerunStateMachine.validate_result``."""
     import torch
 
     global _examining

@@ -74,7 +74,7 @@ def _in_place(
     is_loading: bool = False,
     metadata: dict[str, Any] | None = None,
 ) -> Any:
-    """Replace ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+    """Return boxes.
 
     A checkpoint of an optimizer that is not distributed has the main parameters of 16-bit ones under another name, and of fp32
     ones as the model's.
@@ -244,7 +244,6 @@ def _by_saved_names(
     "403774c7dde1d5460414ceec11ca3d6946e1eff7a9713a51aff30ac61425df4c",
 )
 def _by_its_own_groups(original: Function, self: Any, state_dict: Any) -> None:
-    """Replace ``ChainedOptimizer.load_state_dict(state_dict)``."""
     optimizers = self.chained_optimizers
     try:
         if isinstance(state_dict, dict) and optimizers:

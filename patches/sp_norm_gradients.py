@@ -87,9 +87,7 @@ def _run_and_sum(
     "591de3cbdd75c68e6c5c99801bf85f7b10eab4a8bbd9d569977339b19b06a1e7",
 )
 def _reduce_once(original: Function, model: Sequence[Any], config: Any, tp_group: Any = None) -> None:
-    """Replace ``_allreduce_non_tensor_model_parallel_grads(model, config, tp_group)``.
-
-    Skips what a schedule has already reduced, so that a loop that calls ``finalize_model_grads`` itself after the
+    """Skips what a schedule has already reduced, so that a loop that calls ``finalize_model_grads`` itself after the
     schedule gets the same gradients as without the patch.
     """
     complete = _take_complete(model)

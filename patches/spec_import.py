@@ -57,7 +57,6 @@ def import_named(module: str, attribute: str) -> Any:
     "1252ab9b9e1bd57524cdf6ccc91be943942bfa521a32696d459cdc422e013da2",
 )
 def _strict_import(original: Function, module_path: Sequence[str]) -> Any:
-    """Replace ``import_module(module_path)``."""
     return import_named(*spec_words(module_path))
 
 

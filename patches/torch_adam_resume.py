@@ -62,10 +62,7 @@ def _with_counts_of_their_own(original: Function, self: Any, state_dict: Any) ->
     "40cab784659711a8e7cdd5a0d84e60de0e1a2fa648316d4d697af83725311b4b",
 )
 def _without_the_count(original: Function, self: Any, model_param: Any, tensors: Any) -> Any:
-    """Replace ``DistributedOptimizer._set_main_param_and_optimizer_states(model_param, tensors)``.
-
-    The step count is loaded with the parameter groups; upstream skips entries that are not tensors.
-    """
+    """Leave out the step count, which is loaded with the parameter groups; upstream skips entries that are not tensors."""
     return original(self, model_param, {**tensors, STEP: None} if _counts_by_itself(self) else tensors)
 
 

@@ -35,7 +35,6 @@ _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 def _by_block(
     original: Function, self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Replace ``TorchFullyShardedDataParallel.__init__``."""
     import torch
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock

@@ -17,8 +17,6 @@ from megatron.core.transformer.moe import experts, moe_utils
 from megatron.training import initialize
 from torch.distributed import DeviceMesh
 
-from megacpp_mcore.cpu.torch_cuda import without_moving_the_generator
-
 if TYPE_CHECKING:
     from megacpp_mcore.cpu.lane import CpuLane
 
@@ -47,7 +45,7 @@ def _preserve_rng_in_warm_up(lane: CpuLane) -> None:
     give a different model (``training/initialize.py``).
     """
     message = "does not move the generator (weights do not depend on batches)"
-    warm_up = without_moving_the_generator(initialize._warmup_jit_function)
+    warm_up = torch.random.fork_rng(devices=[])(initialize._warmup_jit_function)
     lane.replace(message, initialize, _warmup_jit_function=warm_up)
 
 

@@ -40,7 +40,7 @@ def install(lane: CpuLane) -> None:
     # A resumed run creates its loaders' iterators after restoring the generator, an uninterrupted one before training. On a GPU
     # the draw of each advances only the host's generator; here the two are one, and resumed runs would not be reproducible.
     message, loader = "does not move the generator (resumed runs repeat)", torch.utils.data.DataLoader
-    lane.replace(message, loader, __iter__=without_moving_the_generator(loader.__iter__))
+    lane.replace(message, loader, __iter__=torch.random.fork_rng(devices=[])(loader.__iter__))
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -260,14 +260,3 @@ def _accept_any_split_sizes(lane: CpuLane) -> None:
 
     message = "takes split sizes of any kind (gloo wants lists)"
     lane.replace(message, torch.distributed, all_to_all_single=all_to_all_single)
-
-
-def without_moving_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` so that it leaves the state of the CPU generator unchanged."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            return function(*args, **kwargs)
-
-    return run

@@ -208,7 +208,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad.mul_(2)
 
     finalize = importlib.import_module(sp_norm_gradients._FINALIZE)
-    once = sp_norm_gradients._reduce_once(reduce)
+    once = sp_norm_gradients._reduce_once.make(reduce)
     monkeypatch.setattr(finalize, "_allreduce_non_tensor_model_parallel_grads", once)
     monkeypatch.setattr(sp_norm_gradients, "_tensor_group", lambda groups: types.SimpleNamespace(size=lambda: 2))
 

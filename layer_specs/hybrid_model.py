@@ -14,7 +14,6 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.hybrid import hybrid_layer_allocation
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -130,27 +129,16 @@ class SharedMTPLayer(RepeatedLayer):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int = 1,
-        vp_stage: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         mtp_layer_pattern: str | None = None,
         hybrid_submodules: HybridStackSubmodules | None = None,
-        name: str | None = None,
+        **arguments: Any,
     ) -> None:
         if mtp_layer_pattern != hybrid.MTP_BLOCK:
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
         run = getattr(config, RUN)  # HybridModel builds its decoder first
         dispatcher = Dispatcher(run.settings.backends if run.settings is not None else None)
         (spec,) = gpt.mtp_submodules(run.model, config, dispatcher, run.settings).layer_specs
-        super().__init__(
-            config,
-            spec.submodules,
-            layer_number,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-            name=name,
-            **(spec.params or {}),
-        )
+        super().__init__(config, spec.submodules, **arguments, **(spec.params or {}))
 
 
 class Spec:

@@ -120,7 +120,7 @@ def preserve_rng_during_warmup() -> Iterator[str]:
 def signals_a_step_later() -> contextlib.AbstractContextManager[Any]:
     """Return a context with the patch ``exit-signal`` for Bridge's copy of Megatron's class."""
     handler = importlib.import_module("megatron.bridge.training.utils.sig_utils").DistributedSignalHandler
-    return mock.patch.object(handler, "signals_received", answer_a_step_later(handler.signals_received))
+    return mock.patch.object(handler, "signals_received", answer_a_step_later.make(handler.signals_received))
 
 
 class _Refusing(types.ModuleType):

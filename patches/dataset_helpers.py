@@ -44,21 +44,23 @@ def ready_helper(folder: Path) -> str | None:
         other = Path(entry, relative)
         if source is None or _read(other / "helpers.cpp") != source or _outdated(other):
             continue
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            library = other / f"helpers_cpp{suffix}"
-            if library.is_file():
-                sys.modules[HELPER] = _load_extension(HELPER, library)
-                return str(library)
+        if (library := _library(other)) is not None:
+            sys.modules[HELPER] = _load_extension(HELPER, library)
+            return str(library)
     return None
 
 
 def _outdated(folder: Path) -> bool:
     """Return whether ``make`` in ``folder`` would recompile its helper because the source is newer."""
-    libraries = [folder / f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    present = next((library for library in libraries if library.is_file()), None)
-    if present is None or not (folder / "Makefile").is_file():
+    library = _library(folder)
+    if library is None or not (folder / "Makefile").is_file():
         return False
-    return present.stat().st_mtime < (folder / "helpers.cpp").stat().st_mtime
+    return library.stat().st_mtime < (folder / "helpers.cpp").stat().st_mtime
+
+
+def _library(folder: Path) -> Path | None:
+    files = (folder / f"helpers_cpp{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _read(file: Path) -> bytes | None:

@@ -46,9 +46,6 @@ class _Block:
     cache: IndexCache
     sources: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def readers(self, layer: int) -> bool:
-        return layer in source_layers(tuple(self.roles)).values()
-
 
 _BUILDING: ContextVar[_Block | None] = ContextVar("megacpp_dsa_block", default=None)
 
@@ -57,12 +54,16 @@ def _periodic(config: Any) -> bool:
     return (getattr(config, "dsa_indexer_topk_freq", None) or 1) > 1
 
 
-def _periodic_roles(config: Any, layers: int) -> str:
-    """Upstream's own schedule for layers 1 … ``layers``, one character each."""
+def is_periodically_shared(config: Any, number: int) -> bool:
+    """Return whether layer ``number`` reuses another layer's indices under upstream's own periodic schedule."""
     from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
 
-    offset, frequency = config.dsa_indexer_skip_topk_offset or 0, config.dsa_indexer_topk_freq
-    shared = [is_dsa_skip_topk_layer(number, offset, frequency) for number in range(1, layers + 1)]
+    return is_dsa_skip_topk_layer(number, config.dsa_indexer_skip_topk_offset or 0, config.dsa_indexer_topk_freq or 1)
+
+
+def _periodic_roles(config: Any, layers: int) -> str:
+    """Upstream's own schedule for layers 1 … ``layers``, one character each."""
+    shared = (is_periodically_shared(config, number) for number in range(1, layers + 1))
     return "".join(SHARED_INDEX if skip else FULL_INDEX for skip in shared)
 
 
@@ -210,9 +211,10 @@ def _init(original: Function, bound: BoundArguments) -> None:
     if shared and self.indexer is not None:
         del self.indexer
         self.indexer = None
+    sources = source_layers(tuple(block.roles))
     self.skip_topk = shared
-    self.source_layer = source_layers(tuple(block.roles)).get(layer, layer)
-    self.index_share = shared or block.readers(layer)
+    self.source_layer = sources.get(layer, layer)
+    self.index_share = shared or layer in sources.values()
     setattr(self, _CACHE, block.cache)
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, replacement
+from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 
-@replacement
+@edit(
+    "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
+    "bb02726f1cdcd43ea2deb1ceef6842093c4697bbe8fb14191578e3497cd8b044",
+)
 def answer_a_step_later(original: Function, self: Any) -> Any:
     """Replace ``DistributedSignalHandler.signals_received()``; Megatron-Bridge has a copy of the class."""
     import torch
@@ -36,13 +39,7 @@ PATCH = Patch(
     name="exit-signal",
     fixes="with --exit-signal-handler the host waits in each step for the GPU, and then for one copy per rank",
     source="megatron-core 0.19.2, megatron/training/dist_signal_handler.py",
-    edits=(
-        Edit(
-            "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
-            ("bb02726f1cdcd43ea2deb1ceef6842093c4697bbe8fb14191578e3497cd8b044",),
-            answer_a_step_later,
-        ),
-    ),
+    edits=(answer_a_step_later,),
     seam="signals_received is the one place where ranks agree about the signal",
     leaves_alone="the signal's handler, and what the loop does about it: all ranks still save and end after the same step",
     retire_when="upstream asks without waiting for the GPU",

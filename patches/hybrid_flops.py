@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.model import MLA, Model, flops, preset
+from megacpp_mcore.patches.dsa_index_cache import is_periodically_shared
 from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
 logger = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ def _uncounted_attention(args: Any) -> Iterator[tuple[str, bool]]:
     for part in (trunk, *[parsed.mtp_pattern or ""] * parsed.mtp_num_depths):
         for number, symbol in enumerate(part, start=1):
             if symbol in "D+":
-                yield symbol, _is_periodically_shared(args, number)
+                yield symbol, is_periodically_shared(args, number)
 
 
 def _sharing_of_gpt(args: Any) -> Iterator[bool]:
@@ -263,9 +264,9 @@ def _sharing_of_gpt(args: Any) -> Iterator[bool]:
         yield from (role == "S" for role in schedule.roles(args.num_layers))
         yield from (False for _ in range(args.mtp_num_layers or 0))
         return
-    yield from (_is_periodically_shared(args, number) for number in range(1, args.num_layers + 1))
+    yield from (is_periodically_shared(args, number) for number in range(1, args.num_layers + 1))
     for depth in range(1, (args.mtp_num_layers or 0) + 1):
-        yield _is_periodically_shared(args, 1 if args.mtp_use_repeated_layer else depth)
+        yield is_periodically_shared(args, 1 if args.mtp_use_repeated_layer else depth)
 
 
 def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> float:
@@ -306,13 +307,6 @@ def _indexer(args: Any, batch: _Batch, selected: int) -> flops.Work:
         heads=args.dsa_indexer_n_heads,
         head_dim=args.dsa_indexer_head_dim,
     )
-
-
-def _is_periodically_shared(args: Any, number: int) -> bool:
-    """Return whether layer ``number`` reuses another layer's indices under upstream's own periodic schedule."""
-    from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
-
-    return is_dsa_skip_topk_layer(number, args.dsa_indexer_skip_topk_offset or 0, args.dsa_indexer_topk_freq or 1)
 
 
 def _mla(args: Any) -> MLA:

@@ -14,13 +14,12 @@ from typing import Any
 
 from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replacement, edit, named_replacement
 
-_MISSING = object()
-
 
 @edit("megatron.training.models.gpt:mtp_block_spec", "43ccd8c4a2767959ffc9130b19ab176e524a3681c11643cd84b3a69b2968f550")
 def _block_spec(original: Function, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
-    ours = getattr(transformer_layer_spec, "mtp", _MISSING)
-    return original(config, transformer_layer_spec, vp_stage=vp_stage) if ours is _MISSING else ours
+    if hasattr(transformer_layer_spec, "mtp"):
+        return transformer_layer_spec.mtp
+    return original(config, transformer_layer_spec, vp_stage=vp_stage)
 
 
 @edit(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest import mock
 
 from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, edit
 
@@ -35,15 +36,10 @@ def _without_apex(original: Function, self: Any, *args: Any, config: Any, **kwar
     if own is not None and "skip_weight_param_allocation" in kwargs and "is_expert" not in kwargs:
         kwargs["init_method"] = own
     available = importlib.import_module(_LAYERS)._grad_accum_fusion_available
-    if available or not config.gradient_accumulation_fusion:
-        original(self, *args, config=config, **kwargs)
-        return
     # Not a copy: the configuration is the whole model's, and later changes have to reach this layer.
-    config.gradient_accumulation_fusion = False
-    try:
+    fused = config.gradient_accumulation_fusion and available
+    with mock.patch.object(config, "gradient_accumulation_fusion", fused):
         original(self, *args, config=config, **kwargs)
-    finally:
-        config.gradient_accumulation_fusion = True
 
 
 PATCH = Patch(

@@ -126,14 +126,11 @@ def _in_turn(lock: Path) -> Iterator[None]:
 
 def _build(dataset: Any, original: Callable[..., Any], folder: Path, base: str) -> Any:
     """Have ``original`` build the indices in a folder of their own, and move them to ``folder``, the digests last."""
-    config = dataset.config
+    config = copy.copy(dataset.config)  # other threads build other datasets by the same one
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as built:
-        dataset.config = copy.copy(config)  # other threads build other datasets by the same one
-        dataset.config.path_to_cache = built
-        try:
+        config.path_to_cache = built
+        with mock.patch.object(dataset, "config", config):
             indices = original(dataset)
-        finally:
-            dataset.config = config
         digests = {path.name: sha256_of(path) for path in Path(built).iterdir()}
         for name in digests:
             os.replace(Path(built, name), folder / name)

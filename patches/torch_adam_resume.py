@@ -18,14 +18,25 @@ from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 STEP = "step"
 
 
-def _counts_by_itself(optimizer: Any) -> bool:
-    """Return whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, without Megatron-FSDP."""
+def is_torch_adam(optimizer: Any) -> bool:
+    """Return whether this is PyTorch's own Adam."""
     import torch  # late: patches can be listed and described without torch
 
-    return not optimizer.ddp_config.use_megatron_fsdp and type(optimizer.optimizer) in (
-        torch.optim.Adam,
-        torch.optim.AdamW,
-    )
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+
+
+def begin(adam: Any) -> None:
+    """Give PyTorch's Adam the state that it makes in its first step."""
+    import torch
+
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+        moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+        adam.state[parameter] = {STEP: torch.tensor(0.0), **moments}
+
+
+def _counts_by_itself(optimizer: Any) -> bool:
+    """Return whether the inner optimizer of a DistributedOptimizer is PyTorch's Adam, without Megatron-FSDP."""
+    return not optimizer.ddp_config.use_megatron_fsdp and is_torch_adam(optimizer.optimizer)
 
 
 @edit(
@@ -34,13 +45,8 @@ def _counts_by_itself(optimizer: Any) -> bool:
 )
 def _from_the_first_step_on(original: Function, self: Any) -> Any:
     """Replace ``DistributedOptimizer.state_dict()``: before the first step it creates Adam's initial state."""
-    import torch
-
     if _counts_by_itself(self) and not self.optimizer.state:
-        for group in self.optimizer.param_groups:
-            for main in group["params"]:
-                moments = {name: torch.zeros_like(main.detach()) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[main] = {STEP: torch.tensor(0.0), **moments}
+        begin(self.optimizer)
     return original(self)
 
 

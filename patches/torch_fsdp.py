@@ -24,6 +24,7 @@ from unittest import mock
 from megacpp_mcore.arguments.lowering import check_under_torch_fsdp
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.patches.machinery.record import Function, Patch, edit
+from megacpp_mcore.patches.torch_adam_resume import begin, is_torch_adam
 
 _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
 
@@ -113,20 +114,14 @@ def _with_whole_parameters(original: Function, self: Any, force_all_reduce: bool
 )
 def _with_state_to_load(original: Function, self: Any, is_loading: bool = False) -> Any:
     """Replace ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
-    import torch
-
     for one in self.chained_optimizers if is_loading else ():
         adam = one.optimizer
-        if adam.state:
-            continue
-        if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+        if not adam.state and is_torch_adam(adam):
+            begin(adam)
+        elif not adam.state:
             one.init_state_fn(adam, one.config)
             for group in adam.param_groups:
                 group.setdefault("step", 0)  # Transformer Engine's Adam counts steps there
-            continue
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
-            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
     return original(self)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import resource
 import time
@@ -16,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megacpp_mcore.errors import LaunchError
+from megacpp_mcore.util.stand_in import standing_in
 
 if TYPE_CHECKING:
     from megacpp_mcore.cpu.lane import CpuLane
@@ -227,28 +227,26 @@ def _send_devices_to_cpu(lane: CpuLane) -> None:
 
     lane.callback(leave)
     lane.messages.append(f"CPU lane: {__name__}.CpuDeviceMode sends CUDA devices named in torch calls to the CPU")
-    stock_backward = torch.autograd._engine_run_backward
 
-    @functools.wraps(stock_backward)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with contextlib.nullcontext() if torch.overrides._get_current_function_mode() is mode else mode:
-            return stock_backward(*args, **kwargs)
+            return stock(*args, **kwargs)
 
     # A mode is inactive while it handles a call such as torch.autograd.backward, which a checkpoint's inner backward runs in.
-    lane.replace("keeps to that mode, too", torch.autograd, _engine_run_backward=run_backward)
+    backward = standing_in(torch.autograd._engine_run_backward, run_backward)
+    lane.replace("keeps to that mode, too", torch.autograd, _engine_run_backward=backward)
     # It requires a real stream before any mode is consulted.
     lane.replace("does nothing", torch.Tensor, record_stream=_nothing)
 
 
 def _accept_any_split_sizes(lane: CpuLane) -> None:
     """Let ``all_to_all_single`` accept split sizes as arrays or tensors: gloo's binding requires lists of ints."""
-    stock = torch.distributed.all_to_all_single
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
-    @functools.wraps(stock)
     def all_to_all_single(
+        stock: Callable[..., Any],
         output: Any,
         input: Any,
         output_split_sizes: Any = None,
@@ -259,4 +257,5 @@ def _accept_any_split_sizes(lane: CpuLane) -> None:
         return stock(output, input, as_list(output_split_sizes), as_list(input_split_sizes), *more, **options)
 
     message = "takes split sizes of any kind (gloo wants lists)"
-    lane.replace(message, torch.distributed, all_to_all_single=all_to_all_single)
+    takes_any = standing_in(torch.distributed.all_to_all_single, all_to_all_single)
+    lane.replace(message, torch.distributed, all_to_all_single=takes_any)

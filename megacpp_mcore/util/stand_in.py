@@ -21,13 +21,17 @@ def stand_in(holder: Any, name: str, run: Callable[..., Any]) -> contextlib.Abst
     Raises:
         AttributeError: there is no such function.
     """
-    stock = getattr(holder, name)
+    return mock.patch.object(holder, name, standing_in(getattr(holder, name), run))
+
+
+def standing_in(stock: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that looks like ``stock``, and calls ``run`` with it, followed by a call's own arguments."""
 
     @functools.wraps(stock)
-    def standing_in(*args: Any, **kwargs: Any) -> Any:
+    def stands_in(*args: Any, **kwargs: Any) -> Any:
         return run(stock, *args, **kwargs)
 
-    return mock.patch.object(holder, name, standing_in)
+    return stands_in
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from megacpp_mcore.patches.machinery.source_tree import SourceTree
 from megacpp_mcore.patches.machinery.symbols import Refusal, digest
+from megacpp_mcore.util.stand_in import standing_in
 from megacpp_mcore.versions import MEGATRON_CORE
 
 NOT_MEASURED = "not measured"
@@ -19,16 +20,7 @@ Function = Callable[..., Any]
 
 def replacement(body: Function) -> Callable[[Function], Function]:
     """Make the ``make`` of an :class:`Edit` of a ``body`` that is called with the original, then a call's own arguments."""
-
-    @functools.wraps(body)
-    def make(original: Function) -> Function:
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return body(original, *args, **kwargs)
-
-        return replaced
-
-    return make
+    return functools.partial(standing_in, run=body)
 
 
 def bound_replacement(body: Function) -> Callable[[Function], Function]:

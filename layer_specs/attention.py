@@ -289,22 +289,28 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
         return v_up_HVL
 
 
-def full_attention(parts: Parts, dispatcher: Dispatcher, window: int | None) -> ModuleSpec:
-    """Return the spec of full MLA, over every key or a window: the stock class with our core attention."""
+def _mla(module: type, submodules: type, core: ModuleSpec, parts: Parts, dispatcher: Dispatcher) -> ModuleSpec:
+    """Return the spec of an MLA class with ``core`` as its core attention."""
     return ModuleSpec(
-        module=FullMLASelfAttention,
+        module=module,
         params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
-        submodules=MLASelfAttentionSubmodules(
+        submodules=submodules(
             linear_q_down_proj=parts.down_linear,
             linear_q_up_proj=parts.column_linear,
             linear_kv_down_proj=parts.down_linear,
             linear_kv_up_proj=parts.column_linear,
-            core_attention=ModuleSpec(module=MLACoreAttention, params={"dispatcher": dispatcher, "window": window}),
+            core_attention=core,
             linear_proj=parts.row_linear,
             q_layernorm=parts.norm,
             kv_layernorm=parts.norm,
         ),
     )
+
+
+def full_attention(parts: Parts, dispatcher: Dispatcher, window: int | None) -> ModuleSpec:
+    """Return the spec of full MLA, over every key or a window: the stock class with our core attention."""
+    core = ModuleSpec(module=MLACoreAttention, params={"dispatcher": dispatcher, "window": window})
+    return _mla(FullMLASelfAttention, MLASelfAttentionSubmodules, core, parts, dispatcher)
 
 
 def sparse_attention(
@@ -320,26 +326,14 @@ def sparse_attention(
             linear_weights_proj=parts.duplicated_linear,
         ),
     )
-    return ModuleSpec(
-        module=SparseMLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "dispatcher": dispatcher},
-        submodules=AbsorbedMLASelfAttentionSubmodules(
-            linear_q_down_proj=parts.down_linear,
-            linear_q_up_proj=parts.column_linear,
-            linear_kv_down_proj=parts.down_linear,
-            linear_kv_up_proj=parts.column_linear,
-            core_attention=ModuleSpec(
-                module=SparseCoreAttention,
-                params={
-                    "dispatcher": dispatcher,
-                    "index_cache": index_cache,
-                    "indexer": indexer if full else None,
-                    "distill": dsa.distill,
-                    "warmup_steps": dsa.warmup_steps,
-                },
-            ),
-            linear_proj=parts.row_linear,
-            q_layernorm=parts.norm,
-            kv_layernorm=parts.norm,
-        ),
+    core = ModuleSpec(
+        module=SparseCoreAttention,
+        params={
+            "dispatcher": dispatcher,
+            "index_cache": index_cache,
+            "indexer": indexer if full else None,
+            "distill": dsa.distill,
+            "warmup_steps": dsa.warmup_steps,
+        },
     )
+    return _mla(SparseMLASelfAttention, AbsorbedMLASelfAttentionSubmodules, core, parts, dispatcher)

@@ -158,17 +158,13 @@ class SparseCoreAttention(MegatronModule):
         self.index_cache = index_cache
         self.serves = distill == SERVED
         self.warmup_steps = warmup_steps
+        request = partial(dispatcher.request, layer=layer_number)
         needs = backend_needs(config)
-        self.projection_backend = dispatcher.request(
-            "mla_projection", layer=layer_number, **mla_widths(config), **needs
-        )
-        self.backend = dispatcher.request(
-            "sparse_mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
-        )
+        widths: dict[str, Any] = {"qk_dim": k_channels, "v_dim": v_channels}
+        self.projection_backend = request("mla_projection", **mla_widths(config), **needs)
+        self.backend = request("sparse_mla", **widths, **needs)
         if warmup_steps:
-            self.dense_backend = dispatcher.request(
-                "mla", layer=layer_number, qk_dim=k_channels, v_dim=v_channels, **needs
-            )
+            self.dense_backend = request("mla", **widths, **needs)
         self.indexer = None
         self.shares = False  # makes a Full layer attend as a Shared one, to evaluate another schedule
         if indexer is not None:
@@ -176,8 +172,8 @@ class SparseCoreAttention(MegatronModule):
                 indexer, config=config, pg_collection=pg_collection, dispatcher=dispatcher, layer_number=layer_number
             )
             needs |= {"dim": config.dsa_indexer_head_dim, "heads": config.dsa_indexer_n_heads}
-            self.select_backend = dispatcher.request("indexer", layer=layer_number, **needs)
-            self.grad_backend = dispatcher.request("indexer_grad", layer=layer_number, **needs)
+            self.select_backend = request("indexer", **needs)
+            self.grad_backend = request("indexer_grad", **needs)
 
     def forward(
         self,
@@ -306,12 +302,8 @@ class SparseCoreAttention(MegatronModule):
         qr: torch.Tensor,
     ) -> torch.Tensor:
         """Attend to every causal key; the backward pass trains the indexer of a Full layer on this attention."""
-        if (
-            self.indexer is not None
-            and self.training
-            and torch.is_grad_enabled()
-            and self.config.dsa_indexer_loss_coeff
-        ):
+        learns = self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff
+        if self.indexer is not None and learns:
             q, k, w = self.indexer.forward_before_topk(x, qr)
             k = self.context.whole(k)
             learn = partial(self._dense_loss_gradients, query_SBHK.detach(), key_TB1K.detach(), seq_idx_BS)

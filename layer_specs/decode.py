@@ -48,6 +48,9 @@ class LayerCache:
         layer_number: 1-based.
         rows: S.
 
+    Attributes:
+        state: what the previous call left; None before the first row.
+
     Raises:
         ModelError: the context is not static, has a nonzero ``batch_size_offset`` or is too short; or this layer's previous
             calls did not end where this one starts.
@@ -74,17 +77,12 @@ class LayerCache:
             )
         self._entries = context.key_value_memory_dict
         entry: tuple[Any, int] = self._entries.get(layer_number, (None, 0)) if self.first_row else (None, 0)
-        self._state, seen = entry
+        self.state, seen = entry
         if seen != self.first_row:
             raise ModelError(
                 f"layer {layer_number} has seen {seen} rows of this sequence but sequence_len_offset is "
                 f"{self.first_row}; advance it by the rows of each call"
             )
-
-    @property
-    def state(self) -> Any:
-        """State after the previous call; None before the first row."""
-        return self._state
 
     def leave(self, state: Any) -> None:
         """Store ``state`` for the next call."""
@@ -92,11 +90,11 @@ class LayerCache:
 
     def extend(self, **rows_SBX: torch.Tensor) -> dict[str, torch.Tensor]:
         """Append the rows of this call to the layer's buffers and return all rows so far, ``[T, B, X]`` by name."""
-        buffers: dict[str, torch.Tensor] = {} if self._state is None else self._state
+        buffers: dict[str, torch.Tensor] = {} if self.state is None else self.state
         for name, rows in rows_SBX.items():
             if name not in buffers:
                 buffers[name] = rows.new_empty(self.max_rows, *rows.shape[1:])
             buffers[name][self.first_row : self.end] = rows
-        self._state = buffers
+        self.state = buffers
         self.leave(buffers)
         return {name: buffers[name][: self.end] for name in rows_SBX}

@@ -155,7 +155,7 @@ class _Batch:
 def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``num_floating_point_operations(args, batch_size, Σ length², Σ length)``."""
     model_of = _remembered(_described_model)
-    warned: set[str] = set()
+    warn = functools.cache(functools.partial(logger.warning, "hybrid-flops: %s"))
 
     @functools.wraps(original)
     def num_floating_point_operations(
@@ -169,12 +169,9 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         model = model_of(args)
         if model is not None:
-            if batch.packed and batch.pairs is None and "rows" not in warned:
-                logger.warning(
-                    "hybrid-flops: packed rows are counted as one document each, more than is done: nobody has said how long "
-                    "the documents are"
-                )
-                warned.add("rows")
+            if batch.packed and batch.pairs is None:
+                known = "nobody has said how long the documents are"
+                warn(f"packed rows are counted as one document each, more than is done: {known}")
             return _training(model, batch, getattr(args, "padded_vocab_size", None))
         count = original(
             args,
@@ -190,9 +187,7 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
                 return count + _correction(args, batch, layers)
         except AttributeError as error:  # upstream needs fewer arguments
             uncounted = f"sparse attention cannot be counted ({error})"
-        if uncounted not in warned:
-            logger.warning("hybrid-flops: %s; the figure is upstream's", uncounted)
-            warned.add(uncounted)
+        warn(f"{uncounted}; the figure is upstream's")
         return count
 
     return num_floating_point_operations

@@ -61,21 +61,17 @@ def _model_parameters(
     return [model_of.get(id(main), main) for main in mains]
 
 
-def _is_fp32(parameter: torch.Tensor) -> bool:
-    import torch  # late: patches can be listed and described without torch
-
-    return parameter.dtype == torch.float32
-
-
 @edit(
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges",
     "c0ccc7598123b0872ed6122810b0c746e4ff8583990c6bc6f77846290c208a43",
 )
 def _fp32_first(original: Function, cls: Any, param_groups: Any, gbuf_ranges: Any) -> Any:
     """Return numbers of parameters as upstream's next step creates each group's main parameters: fp32 parameters first."""
+    import torch  # late: patches can be listed and described without torch
+
     index_of, group_ranges = original(cls, param_groups, gbuf_ranges)
     for group_index, group_range in enumerate(group_ranges):
-        group_range["params"].sort(key=lambda parameter: not _is_fp32(parameter))
+        group_range["params"].sort(key=lambda parameter: parameter.dtype != torch.float32)
         for order, parameter in enumerate(group_range["params"]):
             index_of[parameter] = (group_index, order)
     return index_of, group_ranges

@@ -9,6 +9,7 @@ class is below one made for the same device, a warning is logged once and record
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Iterable, Mapping
@@ -33,8 +34,6 @@ CHOSEN_ELSEWHERE = {
     "cuda_graph": "--cuda-graph-impl",
 }
 """Ops that receipts name but the dispatcher does not choose for, and what does."""
-
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -277,8 +276,7 @@ class Dispatcher:
         raise BackendError(f"no backend can run op {op}: {'; '.join(passed_over)}", code="none-runs")
 
 
+@functools.cache
 def _warn_once(message: str) -> None:
     """Warn once per process, since every model chunk has its own dispatcher."""
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
+    logger.warning(message)

@@ -257,16 +257,16 @@ class Scopes:
         where = f"layer {number[0]}" if number else "MTP"
         kind = te_imports.entry("TransformerEngineBaseModule")
         modules = module.named_modules(prefix=name)
-        found = {name: one for name, one in modules if isinstance(one, kind) and is_product(one)}
+        found = {name: one for name, one in modules if isinstance(one, kind) and _is_product(one)}
         inside = {name: one for name, one in found.items() if not HELD.search(name)}
         if not inside:
             raise ModelError(
                 f"{where}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
             )
-        check_widths(where, inside)
+        _check_widths(where, inside)
         if self.fp8.recipe == "block":
-            check_gathers(where, inside)
-        group = common_group(inside.values())
+            _check_gathers(where, inside)
+        group = _common_group(inside.values())
         check_amax_group(group, inside.values(), where)
         for name, one in found.items():
             if name in inside:
@@ -280,17 +280,13 @@ class Scopes:
         return tuple(inside)
 
 
-def is_product(module: Any) -> bool:
+def _is_product(module: Any) -> bool:
     """Return whether a module of Transformer Engine has a weight matrix."""
     return any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
 
 
-def check_widths(where: str, modules: dict[str, Any]) -> None:
-    """Refuse matrices whose rows or columns, on this rank, are not multiples of 16.
-
-    Raises:
-        ModelError: one of them has such a width.
-    """
+def _check_widths(where: str, modules: dict[str, Any]) -> None:
+    """Raise ModelError for a matrix whose rows or columns, on this rank, are no multiple of 16."""
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 2 and any(width % ALIGNMENT for width in parameter.shape):
@@ -300,14 +296,11 @@ def check_widths(where: str, modules: dict[str, Any]) -> None:
                 )
 
 
-def check_gathers(where: str, modules: dict[str, Any]) -> None:
-    """Refuse tensors that ``block`` would gather over a sequence-parallel group in BF16, and then quantise once more.
+def _check_gathers(where: str, modules: dict[str, Any]) -> None:
+    """Raise ModelError for a tensor that ``block`` would gather over a sequence-parallel group in BF16, then quantise anew.
 
     These are the inputs of column-parallel layers and the output gradients of row-parallel ones (Transformer Engine 2.20,
-    ``distributed.py``, ``_start_all_gather_fp8_blockwise``).
-
-    Raises:
-        ModelError: one has a width that is not a multiple of :data:`BLOCK`.
+    ``distributed.py``, ``_start_all_gather_fp8_blockwise``), of a width that is not a multiple of :data:`BLOCK`.
     """
     for name, module in modules.items():
         if getattr(module, "sequence_parallel", False):
@@ -335,7 +328,7 @@ def owners(module: Any) -> frozenset[int]:
     return frozenset(ranks)
 
 
-def common_group(modules: Iterable[Any]) -> Any:
+def _common_group(modules: Iterable[Any]) -> Any:
     """Return the group to reduce over: the first module's tensor-parallel one, be it of one rank; else None."""
     return next((group for group in map(_tensor_parallel, modules) if group is not None), None)
 

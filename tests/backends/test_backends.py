@@ -29,9 +29,8 @@ from tests.errors import raises
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has warned of nothing, tried nothing and disables nothing."""
-    monkeypatch.setattr(dispatching, "_warned", set())
     monkeypatch.delenv(probes.DISABLE_TE, raising=False)
-    cached = probes._probed, probes.triton_release
+    cached = probes._probed, probes.triton_release, dispatching._warn_once
     for each in cached:
         each.cache_clear()
     yield

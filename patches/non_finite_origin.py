@@ -188,17 +188,14 @@ def _naming(
 
     global _examining
     if rejection_func not in (torch.isnan, torch.isinf) or not kwargs.get("fatal", True):
-        _check_waiting(
-            self
-        )  # a check that fails without stopping the run would be the one that the step is repeated for
+        _check_waiting(self)  # else one that fails without stopping the run would be what the step is repeated for
         original(self, result, rejection_func, message, *rest, **kwargs)
         return
     of_loss = "grad" not in message
     late = vars(self).setdefault(LATER, [])
     if late is not None and _can_wait(self, result):
-        known = (
-            late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
-        )  # losses are divided in place
+        # A copy, as losses are divided in place.
+        known = late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
         late.append((weakref.ref(result), known, rejection_func, message, rest, kwargs))
         if not of_loss:
             self.has_checked_gradients = True

@@ -204,38 +204,27 @@ class SparseCoreAttention(MegatronModule):
         Returns:
             ``[S, B, H * v_head_dim]``, after the value up-projection.
         """
-        o_SBHV = self._attend(query, key, attention_mask, x.detach(), qr.detach(), cache)
-        output: torch.Tensor = self.projection_backend.fn(o_SBHV, weight_HCK=up_v_weight.mT)
-        return output.flatten(2)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        x: torch.Tensor,
-        qr: torch.Tensor,
-        cache: LayerCache | None,
-    ) -> torch.Tensor:
-        """Return the attention output over latents, ``[S, B, H, V]``; ``x`` and ``qr`` are detached."""
+        x, qr = x.detach(), qr.detach()
         if self.is_warming_up():
-            return self._attend_densely(query, key, attention_mask, x, qr)
-        if self.indexer is None or self.shares:
-            selection = self._shared()
-            sink = selection.sink if self.serves else None
-        elif cache is not None:
-            selection, sink = self._decode(self.indexer, cache, x, qr), None
+            o_SBHV = self._attend_densely(query, key, attention_mask, x, qr)
         else:
-            query, selection = self._select(self.indexer, query, attention_mask, x, qr)
-            sink = selection.sink
-        return self.backend.fn(
-            query,
-            key.squeeze(2),
-            selection.index,
-            softmax_scale=self.softmax_scale,
-            value_dim=self.value_dim,
-            sink=sink,
-        )
+            if self.indexer is None or self.shares:
+                selection = self._shared()
+                sink = selection.sink if self.serves else None
+            elif cache is not None:
+                selection, sink = self._decode(self.indexer, cache, x, qr), None
+            else:
+                query, selection = self._select(self.indexer, query, attention_mask, x, qr)
+                sink = selection.sink
+            o_SBHV = self.backend.fn(
+                query,
+                key.squeeze(2),
+                selection.index,
+                softmax_scale=self.softmax_scale,
+                value_dim=self.value_dim,
+                sink=sink,
+            )
+        return self.projection_backend.fn(o_SBHV, weight_HCK=up_v_weight.mT).flatten(2)
 
     def _shared(self) -> Selection:
         """Return the Full layer's selection; in the warm-up runs before a graph's capture, a placeholder of its shape.

@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from megacpp_mcore import settings as plugin_config
@@ -33,53 +34,13 @@ class _Pairs(NamedTuple):
     windowed: int
 
 
-class _Documents:
-    """Attention pairs of an iteration's packed documents, summed alongside the loop's own length statistics.
+_documents = SimpleNamespace(sums=None, pairs=None)
+"""Attention pairs of an iteration's packed documents: ``sums`` while it runs, then ``pairs`` of the global batch; None if it is
+not packed, or attention has no top-k.
 
-    The loop sums only lengths and squared lengths, which do not suffice: top-k caps each document separately. Evaluation is
-    not counted.
-    """
-
-    def __init__(self) -> None:
-        self._sums: Any = None
-        self.pairs: _Pairs | None = None
-        """Pairs of the global batch being counted; None if it is not packed, or attention has no top-k."""
-
-    def add(self, cu_seqlens: Any) -> None:
-        """Add a micro-batch with document boundaries ``cu_seqlens [N + 1]``; without a device sync."""
-        import torch
-        from megatron.training import global_vars, training
-
-        if cu_seqlens is None or cu_seqlens.numel() < 2 or not torch.is_grad_enabled():
-            return
-        # A loop other than Megatron's (Bridge, verl) may have no arguments.
-        topk = getattr(global_vars._GLOBAL_ARGS, "dsa_indexer_topk", None)
-        if topk is None:
-            return
-        window = getattr(global_vars._GLOBAL_ARGS, "window_size", None)
-        lengths_N = cu_seqlens.diff().to(training._seqlen_stats_in_iteration)  # float64, where it can be reduced
-        pairs = []
-        for most in (None, topk, window and window[0] + 1):
-            kept_N = lengths_N.clamp(max=most) if most else lengths_N
-            pairs.append((kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N).sum())
-        sums = torch.stack(pairs)
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def close(self) -> None:
-        """End an iteration: sum over data-parallel replicas, each with its own micro-batches."""
-        self.pairs = None
-        if self._sums is None:
-            return
-        import torch
-        from megatron.core import parallel_state
-
-        if torch.distributed.is_initialized() and parallel_state.model_parallel_is_initialized():
-            torch.distributed.all_reduce(self._sums, group=parallel_state.get_data_parallel_group())
-        self.pairs = _Pairs(*(round(value / _virtual_stages()) for value in self._sums.tolist()))
-        self._sums = None
-
-
-_documents = _Documents()
+The loop sums only lengths and squared lengths, which do not suffice: top-k caps each document separately. Evaluation is not
+counted.
+"""
 
 
 def packed_pairs() -> tuple[int, int, int] | None:
@@ -99,8 +60,23 @@ def _virtual_stages() -> int:
     "e267386573b6643bec436b7d91d8b5e0d5ddbd2cd443539985e546b5802d0e5b",
 )
 def _observed(original: Function, cu_seqlens: Any) -> None:
+    """Add the pairs of a micro-batch with document boundaries ``cu_seqlens [N + 1]``; without a device sync."""
+    import torch
+    from megatron.training import global_vars, training
+
     original(cu_seqlens)
-    _documents.add(cu_seqlens)
+    # A loop other than Megatron's (Bridge, verl) may have no arguments.
+    topk = getattr(global_vars._GLOBAL_ARGS, "dsa_indexer_topk", None)
+    if cu_seqlens is None or cu_seqlens.numel() < 2 or topk is None or not torch.is_grad_enabled():
+        return
+    window = getattr(global_vars._GLOBAL_ARGS, "window_size", None)
+    lengths_N = cu_seqlens.diff().to(training._seqlen_stats_in_iteration)  # float64, where it can be reduced
+    pairs = []
+    for most in (None, topk, window and window[0] + 1):
+        kept_N = lengths_N.clamp(max=most) if most else lengths_N
+        pairs.append((kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N).sum())
+    sums = torch.stack(pairs)
+    _documents.sums = sums if _documents.sums is None else _documents.sums + sums
 
 
 @edit(
@@ -108,9 +84,19 @@ def _observed(original: Function, cu_seqlens: Any) -> None:
     "11adaf9837000c6c77b4e7e7fdbc1db08d1d4291f093e673dabfe71541bcfb3c",
 )
 def _closed(original: Function) -> Any:
-    """Replace ``consume_seqlen_stats_in_iteration()``, which divides by every parallel size but that one."""
+    """Sum the pairs over data-parallel replicas, each with its own micro-batches.
+
+    Stock divides by every parallel size but the number of virtual stages.
+    """
+    import torch
+    from megatron.core import parallel_state
+
     found = original()
-    _documents.close()
+    sums, _documents.sums, _documents.pairs = _documents.sums, None, None
+    if sums is not None:
+        if torch.distributed.is_initialized() and parallel_state.model_parallel_is_initialized():
+            torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        _documents.pairs = _Pairs(*(round(value / _virtual_stages()) for value in sums.tolist()))
     return tuple(total and total / _virtual_stages() for total in found)
 
 

@@ -48,6 +48,7 @@ def attend(
     softmax_scale: float,
     causal: bool = True,
     window: int | None = None,
+    layout: str = "sbhd",
     **needs: Any,
 ) -> torch.Tensor:
     """Compute ``softmax(scale · q kᵀ) v`` by head, by Transformer Engine's fused kernels, or unfused where none applies.
@@ -59,6 +60,7 @@ def attend(
         softmax_scale: factor on q·k before the softmax.
         causal: whether query i sees keys 0..i only (needs S == T).
         window: how many keys before its own a query sees, where causal; None: all.
+        layout: the axes of the tensors and of the output: ``sbhd``, or ``bshd`` with the batch first.
         needs: of :data:`CANNOT`, None where not needed.
 
     Returns:
@@ -68,34 +70,7 @@ def attend(
         ModelError: the shapes do not fit.
         BackendError: a need is not covered, or Transformer Engine is not installed.
     """
-    return _run(q_SBHK, k_TBGK, v_TBGV, "sbhd", softmax_scale, causal, window, needs)
-
-
-def attend_heads_first(
-    q_BHSK: torch.Tensor,
-    k_BGTK: torch.Tensor,
-    v_BGTV: torch.Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    **needs: Any,
-) -> torch.Tensor:
-    """Call :func:`attend` on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it; returns o_BHSV."""
-    q_BSHK, k_BTGK, v_BTGV = (one.transpose(1, 2) for one in (q_BHSK, k_BGTK, v_BGTV))
-    return _run(q_BSHK, k_BTGK, v_BTGV, "bshd", softmax_scale, causal, window, needs).transpose(1, 2)
-
-
-def _run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: str,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    needs: dict[str, Any],
-) -> torch.Tensor:
+    q, k, v = q_SBHK, k_TBGK, v_TBGV
     if why := lacking(**needs):
         raise BackendError(f"Transformer Engine's attention does not support {why}; choose another backend, or auto")
     shapes, rows = [tuple(one.shape) for one in (q, k, v)], layout.index("s")
@@ -109,9 +84,14 @@ def _run(
         raise ModelError(f"{q.shape[rows]} causal queries and {k.shape[rows]} keys; expected equally many")
     if window is not None and (window < 0 or not causal):
         raise ModelError(f"window is {window} with causal={causal}; expected 0 or more keys of a causal row")
-    attention = _module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], layout, scale, causal, window)
-    output: torch.Tensor = attention(q, k, v)
-    return output.view(*q.shape[:3], v.shape[3])
+    attention = _module(q.shape[2], k.shape[2], q.shape[3], v.shape[3], layout, softmax_scale, causal, window)
+    return attention(q, k, v).view(*q.shape[:3], v.shape[3])
+
+
+def attend_heads_first(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Call :func:`attend` (keywords as there) on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it: o_BHSV."""
+    q_BSHK, k_BTGK, v_BTGV = (one.transpose(1, 2) for one in (q_BHSK, k_BGTK, v_BGTV))
+    return attend(q_BSHK, k_BTGK, v_BTGV, layout="bshd", **how).transpose(1, 2)
 
 
 @functools.cache

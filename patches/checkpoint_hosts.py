@@ -2,8 +2,6 @@
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name.
 Scope: runs and checkpoints that use this spec; upstream handles all others.
-Provenance: megatron-core 0.19.2 ``training/checkpointing.py``, ``core/models/common/language_module/language_module.py`` and
-``core/models/gpt/gpt_model.py``.
 """
 
 from __future__ import annotations

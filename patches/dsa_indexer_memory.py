@@ -6,7 +6,6 @@ Scope: float32 and 16-bit inputs on one device, called without autograd (as stoc
 Triton kernels compute on a GPU that they fit (``backends/architectures.py``), in 16-bit dtypes: scores with ReLU for widths of
 64 and 128; without an additive mask, the target of the loss for one key head of 128 or 576; where they compute both, gradients
 (of the sparse loss for a head width of 64 and up to 64 heads). The rest is PyTorch in float32.
-Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 """
 
 from __future__ import annotations

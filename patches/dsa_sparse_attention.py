@@ -5,7 +5,6 @@ Scope: absorbed MLA's fallback for calls without a fused stock kernel: queries a
 device; keys masked by bounds, by position, or by a mask of 0 and −inf, as DSAttention does. On a GPU the op ``sparse_mla`` uses
 Triton kernels at the widths that they support, otherwise plain PyTorch, in chunks of queries; ``backends`` of the settings file
 does not apply. Any other call goes to the original, and the reason is logged once.
-Provenance: megatron-core 0.19.2 ``core/transformer/experimental_attention_variant/dsa.py``, its unfused fallback.
 
 Shape legend: S queries, T keys, B batch, H heads, K query/key dim, V latent value dim, N selected keys.
 """

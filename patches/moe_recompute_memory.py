@@ -2,7 +2,6 @@
 
 Activate: ``megacpp_mcore.patches.apply(["moe-recompute-memory"])``.
 Scope: every MoELayer with a token dispatcher, in training.
-Provenance: megatron-core 0.19.2 ``core/transformer/moe/moe_layer.py`` and ``token_dispatcher.py``.
 
 A dispatcher keeps the probabilities of its last call as an attribute, and with them the graph that has computed them. Its
 saved tensors are freed by the backward pass; but at the end of a recomputed graph is the copy of the layer's input, with its

@@ -14,8 +14,7 @@ groups of the checkpoint that are its own.
 Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name. Between kinds of
 optimizer it needs ``checkpoint-layout``.
 Scope: the fully reshardable format of the distributed optimizer, and loads whose optimizers are others than the checkpoint's.
-Provenance: megatron-core 0.19.2 ``core/optimizer/distrib_optimizer.py`` and ``core/optimizer/optimizer.py``; the buckets are
-mended upstream, gathering, by pull request 5077.
+Upstream mends the buckets, gathering, in pull request 5077.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ Megatron's ``torch`` format, saved by unsharded replicas, is copied into the mod
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["torch-fsdp"])``.
 Scope: models wrapped by TorchFullyShardedDataParallel; only of ours other runs are refused, and other modules are wrapped.
-Provenance: megatron-core 0.19.2 ``core/distributed/torch_fully_sharded_data_parallel.py``, ``core/optimizer/optimizer.py``;
-PyTorch 2.11 ``distributed/fsdp``.
+Provenance: PyTorch 2.11 ``distributed/fsdp``, and the files of the record.
 """
 
 from __future__ import annotations

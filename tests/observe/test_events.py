@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from megacpp_mcore.commands import cli
 from megacpp_mcore.errors import DataError
-from megacpp_mcore.observe import events, goodput, receipts
+from megacpp_mcore.observe import events, goodput
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log, Start, replace
 from megacpp_mcore.observe.steps import kept, read_steps
@@ -77,31 +76,6 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
         assert abs(killed_ns - start.ended_ns) < 10 * SECOND  # a busy machine may let it wait for its turn
     assert goodput.of_rank(events.read(tmp_path)[0]).starts == times
     assert events.overlap(events.read(tmp_path)) == ""
-
-
-def test_recorders_at_once_all_end_and_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody waits for another, nobody is refused, and nobody writes to another's file; a receipt is disqualified."""
-    count = 5
-    processes = [start_recorder(tmp_path) for _ in range(count)]
-    assert [process.stdout.readline() for process in processes if process.stdout] == ["1\n"] * count
-    time.sleep(events.OVERLAP_NS / SECOND)  # clocks may differ by less
-    for process in processes:
-        process.communicate()
-    assert [process.returncode for process in processes] == [0] * count
-    starts = events.read(tmp_path)[0]
-    assert [start.number for start in starts] == list(range(1, count + 1))
-    assert {start.how for start in starts} == {events.FINISHED}
-    assert all(
-        [step.step for step in start.steps] == start.done == list(range(1, len(start.done) + 1)) for start in starts
-    )
-    both = events.overlaps(starts)
-    assert len(both) > 1
-    (evidence,) = (
-        one["evidence"] for one in receipts.read(tmp_path)["disqualifiers"] if one["name"] == "overlapping starts"
-    )
-    assert all(start.name in evidence for start in both)
-    assert cli.main(["report", "goodput", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == evidence
 
 
 def test_a_start_never_opens_the_file_of_another(tmp_path: Path) -> None:

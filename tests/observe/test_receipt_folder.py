@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.observe import events, receipts, routing
 from megacpp_mcore.observe.clock import Clock, Phase
@@ -183,12 +184,14 @@ def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
     assert "NaN skipped" not in {one["name"] for one in found["disqualifiers"]}
 
 
-def test_starts_that_overlap_disqualify_the_receipt(run: Path) -> None:
+def test_starts_that_overlap_disqualify_the_receipt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "overlapping starts" not in {one["name"] for one in receipts.read(run)["disqualifiers"]}
     write_start(run, 3, 1, at(9), began=2.5, world_size=2)
     write_start(run, 4, 1, at(5), began=4, world_size=2)
     (found,) = (one["evidence"] for one in receipts.read(run)["disqualifiers"] if one["name"] == "overlapping starts")
     assert found.startswith("start_3, start_4 of rank 1 were recorded at the same time")
+    assert cli.main(["report", "goodput", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == found
 
 
 COUNTED: dict[str, Any] = {"layers": {"2": routing.Load((3, 5), 8).record()}, "failed": None}
@@ -299,12 +302,6 @@ def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
     training.end()
     found = receipts.read(tmp_path / "run")["cache"]
     assert found == {"state": "cold", "files": {"triton": 0, "inductor": 1}, "added": {"triton": 1, "inductor": 1}}
-
-
-def test_a_failure_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(tmp_path, monkeypatch)
-    training.writer.on_failure("Live failed in step 3")
-    assert receipts.read(tmp_path)["notes"] == ["rank 0: Live failed in step 3"]
 
 
 def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megacpp_mcore.observe.goodput import Recorder
 from megacpp_mcore.observe.receipts import claims as compare
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import fields as receipt_fields
-from megacpp_mcore.observe.receipts.assemble import Window, measure, percentile, together, tokens_of
+from megacpp_mcore.observe.receipts.assemble import Window, measure, together, tokens_of
 from tests.errors import raises
 from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
 from tests.tiny_run import ROOT
@@ -70,12 +70,6 @@ def test_a_run_that_was_stopped_is_not_finished(tmp_path: Path) -> None:
     for rank in range(2):  # a start after it recovers from nothing
         write_start(tmp_path, 2, rank, stepped(6, 2, resumed_at=1, startup=1), began=4, world_size=2)
     assert receipts.read(tmp_path)["goodput"]["seconds"]["recovery"] == 0
-
-
-def test_percentiles_are_values_that_were_measured() -> None:
-    values = [float(number) for number in range(1, 101)]
-    assert [percentile(values, percent) for percent in (50, 90, 99)] == [50.0, 90.0, 99.0]
-    assert percentile([2.0], 99) == 2.0
 
 
 def end(run: Path, error: BaseException | None = None) -> None:

@@ -24,7 +24,7 @@ from megacpp_mcore.nemo_recipes import bridge_loop
 from megacpp_mcore.observe import events, goodput, loop, recording
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener
-from megacpp_mcore.settings import Observability, PluginConfig, parse_steps
+from megacpp_mcore.settings import Observability, PluginConfig
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
 PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
@@ -68,13 +68,6 @@ def test_the_steps_that_are_profiled_are_those_of_the_command_line_or_of_the_set
     words = ["--train-iters", "100"]
     assert recording.choose(words, observe="here", profile="100-200", settings=PROFILED).details.profile == "100-200"
     assert recording.choose(words, observe="here", settings=PROFILED).details.profile == "2-3"
-
-
-def test_a_window_is_its_first_and_last_step() -> None:
-    assert [parse_steps(text) for text in ("10-14", " 3-3 ")] == [(10, 14), (3, 3)]
-    for text in ("", "10", "14-10", "0-4", "a-b", "1-2-3", "-1-4"):
-        with pytest.raises(LaunchError, match=f"'{text}'"):
-            parse_steps(text)
 
 
 def a_listener(**errors: BaseException) -> Any:

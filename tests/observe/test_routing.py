@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.moe import router as stock
 
 from megacpp_mcore.observe import routing
-from megacpp_mcore.observe.routing import Load, merged
+from megacpp_mcore.observe.routing import Load
 from tests.observe.recorded import a_step
 
 
@@ -23,11 +23,6 @@ def test_an_even_load_and_a_collapsed_one() -> None:
     assert (one.entropy, one.max_over_mean, one.dropped) == (0, 3, 2)
     assert Load((3, 1), 4).entropy == pytest.approx(-(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)))
     assert (Load((0, 0), 4).entropy, Load((0, 0), 4).max_over_mean) == (0, 0)
-
-
-def test_ranks_are_summed_by_layer() -> None:
-    first, second = {"2": Load((1, 2), 4).record()}, {"2": Load((5, 0), 5).record(), "4": Load((1, 1), 2).record()}
-    assert merged([first, second]) == {"2": Load((6, 2), 9), "4": Load((1, 1), 2)}
 
 
 class Router(torch.nn.Module):

@@ -94,22 +94,6 @@ def test_who_imports_by_name_while_the_import_goes_on_gets_the_replacement(modul
     assert sys.modules[a].g(1) == 4
 
 
-def test_two_threads_that_import_a_module_each(modules: Modules) -> None:
-    wait = "import sys\nsys.modules['PKG.meet'].barrier.wait(30)\n"
-    meet, a, b = modules(meet="", a=ONE + wait, b=ONE + wait)
-    importlib.import_module(meet).barrier = threading.Barrier(2)  # type: ignore[attr-defined]
-    reg, install = hook_of(patch("both", f"{a}:f", f"{b}:f"))
-    install("both")
-    threads = [threading.Thread(target=importlib.import_module, args=(name,), daemon=True) for name in (a, b)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert load(a, b) == [102, 102]
-    reg.revert()
-
-
 def test_a_thread_that_patches_waits_for_no_other_threads_import(modules: Modules) -> None:
     """Which may wait for it: with its module's lock held, to patch that module."""
     meet, a, b = modules(meet="", a=ONE + "import sys\nsys.modules['PKG.meet'].has_run.set()\n", b=ONE)
@@ -220,16 +204,6 @@ def test_an_import_that_did_not_end_leaves_its_patch_to_the_next(
     reg.verify()
     assert reg.revert() == ("both",)
     assert load(a, b) == [2, 2]
-
-
-def test_the_version_is_that_of_when_it_was_applied(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    (a,) = modules(a=ONE)
-    reg, _ = hook_of(patch("first", f"{a}:f"))
-    reg.apply(["first"])
-    monkeypatch.setattr(SourceTree, "version", lambda _: pytest.fail("read again"))
-    (row,) = reg.status()
-    assert row["megatron_core"] == VERSION
-    assert reg.apply([]) == ()
 
 
 def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: Modules) -> None:

@@ -551,20 +551,6 @@ def test_a_layer_of_packed_sequences_is_stocks(engine: Engine, recompute: bool) 
     assert differing_tensors(expected, found, 3e-6) == []
 
 
-def test_packed_sequences_of_a_local_model_are_what_each_is_alone(patched: None) -> None:
-    """Stock's own core attention has each alone: it refuses packed ones."""
-    model, lengths = gpt().train(), PACKS["documents"]
-    tokens = torch.randint(0, VOCABULARY, (1, S + 1), generator=torch.Generator().manual_seed(3))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with said() as lines:
-        found = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:], packed_seq_params=packed(lengths))
-    assert lines == [CHUNKED]
-    with stocks_own_forward(model):
-        parts = zip(*(of_row.split(lengths, 1) for of_row in (tokens[:, :-1], tokens[:, 1:], positions)), strict=True)
-        alone = [model(part, position, None, labels=labels) for part, labels, position in parts]
-    torch.testing.assert_close(found, torch.cat(alone, 1), rtol=2e-6, atol=2e-6)
-
-
 def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: None) -> None:
     layers, inputs = [attention(), attention()], draw_packed()
     with mock.patch.object(documents_of_rows, "seq_idx_from_cu_seqlens", wraps=seq_idx_from_cu_seqlens) as read:

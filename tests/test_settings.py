@@ -147,15 +147,6 @@ def test_a_schedule_of_the_index_cache(
     assert plugin_config.index_schedule_from_environment() is None
 
 
-def test_a_schedule_for_a_deeper_model(file: Path) -> None:
-    file.write_text("dsa_index_cache: {schedule: FSSFSSF}\n")
-    schedule = plugin_config.load_index_schedule(file)
-    assert schedule is not None
-    assert schedule.roles(7)
-    with raises(ConfigFileError, file, "(FSSFSSF)", 7, 6):
-        schedule.roles(6)
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [

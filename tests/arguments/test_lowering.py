@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.arguments.lowering import GPT, HYBRID, check_arguments, lower, mismatches, model_arguments
+from megacpp_mcore.arguments.lowering import GPT, HYBRID, lower, mismatches, model_arguments
 from megacpp_mcore.arguments.read import model_of, read
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
@@ -145,22 +145,6 @@ def test_what_megatron_would_overwrite_by_the_pattern_is_refused() -> None:
     words = ["--mtp-num-layers", "3", "--num-layers=52", "--experimental-attention-variant", "gated_delta_net"]
     with raises(ArgumentMismatchError, "--mtp-num-layers", 3, model.mtp.depth, "--num-layers", 52, "gated_delta_net"):
         lowering.check_overwritten(model, words)
-
-
-def test_all_contradictions_are_listed_at_once() -> None:
-    model = preset("nam56r_tiny")
-    source = matching(model)
-    source.hidden_size, source.gated_linear_unit, source.moe_router_topk = 256, True, 1
-    with pytest.raises(ArgumentMismatchError) as raised:
-        check_arguments(model, [source])
-    lines = str(raised.value).splitlines()
-    assert "contradict nam56r_tiny in 3 places" in lines[0]
-    assert [line.split(":")[0].strip() for line in lines[1:4]] == [
-        "hidden_size",
-        "gated_linear_unit",
-        "moe_router_topk",
-    ]
-    assert "recipe emit nam56r_tiny" in lines[4]
 
 
 @pytest.mark.parametrize("name", PRESETS)

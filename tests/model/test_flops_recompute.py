@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,11 +129,6 @@ def test_element_wise_modules_repeat_no_product(modules: tuple[str, ...]) -> Non
     assert how.on
     assert set(modules) < set(MODULES)
     assert recomputed(SMALL, STEP, how).total == Work()
-
-
-def test_the_default_of_selective_is_the_core() -> None:
-    arguments = Namespace(recompute_granularity="selective", recompute_modules=None, recompute_method=None)
-    assert Recomputation.of_run(arguments).modules == ("core_attn",)
 
 
 @pytest.mark.parametrize(

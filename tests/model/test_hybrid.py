@@ -118,6 +118,7 @@ def test_every_mismatch_is_listed_at_once() -> None:
     assert [line.split(":")[0].strip() for line in lines[1:5]] == [
         "hidden_size", "experimental_attention_variant", "moe_layer_freq", "hybrid_layer_pattern",
     ]  # fmt: skip
+    assert "recipe emit nam56r_tiny" in lines[5]
 
 
 @pytest.mark.parametrize(

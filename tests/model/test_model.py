@@ -129,11 +129,6 @@ def test_values_that_make_no_model(tiny: Model, overrides: dict[str, Any], says:
         with_overrides(tiny, overrides)
 
 
-def test_there_is_no_such_preset() -> None:
-    with raises(ModelError, "'nam56r_tin'", "'nam56r_tiny'"):
-        preset("nam56r_tin")
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -209,13 +204,6 @@ def test_stages_of_a_staged_pattern_are_its_chunks(tiny: Model) -> None:
 def test_mtp_weights_of_nam56r(nam56r: Model) -> None:
     assert nam56r.mtp.weights == pytest.approx((0.3 / 1.6, 0.18 / 1.6))
     assert MTP(depth=0).weights == ()
-
-
-def test_the_size_of_nam56r(nam56r: Model) -> None:
-    total = sum(nam56r.parameters().values())
-    assert total == 4_502_588_096
-    assert nam56r.parameters()["mtp"] == 175_949_440
-    assert round((total - nam56r.parameters()["mtp"]) / 1e9, 2) == 4.33
 
 
 @given(st.integers(1, 200_000), st.sampled_from([1, 2, 4, 8]))

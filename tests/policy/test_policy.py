@@ -18,9 +18,8 @@ from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.lowering import lower
 from megacpp_mcore.arguments.read import read as read_run
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.model import Layout, Model, memory, preset, with_overrides
+from megacpp_mcore.model import Layout, Model, preset, with_overrides
 from megacpp_mcore.model import run as runs
-from megacpp_mcore.model.parameters import by_stage
 from megacpp_mcore.model.precision import EXPERTS_FILE, FP8_EXPERTS
 from megacpp_mcore.model.run import FIELDS, Run
 from megacpp_mcore.model.training import Training
@@ -59,19 +58,6 @@ def settings(folder: Path, text: str) -> plugin_config.PluginConfig:
     file = folder / "megacpp.yaml"
     file.write_text("model: nam56r_tiny\n" + text)
     return plugin_config.load(file)
-
-
-def test_a_run_is_read_from_megatrons_arguments() -> None:
-    model = preset("nam56r")
-    layout = Layout(tensor=2, pipeline=1, expert=2, sequence_parallel=True)
-    words = lower(Run(model, layout, Training(extra=("--overlap-grad-reduce", "--use-distributed-optimizer"))))
-    run = read_run(words, device="cuda", processes=8)
-    assert run.layout == layout
-    assert (run.replicas, run.has_moe, run.precision) == (4, True, "bf16")
-    how = run.execution
-    assert (how.overlap_grad_reduce, how.distributed_optimizer, how.overlap_param_gather) == (True, True, False)
-    assert run.model == model  # the preset, by depth, width and heads
-    assert read("--num-layers", "3").model is None
 
 
 def read(*words: str, world_size: int = 8) -> Run:
@@ -140,34 +126,6 @@ def test_the_bytes_of_a_gradient_are_megatrons(words: str, size: int) -> None:
     assert read(*words.split()).execution.grad_bytes == size
 
 
-def test_a_process_holds_its_share_of_the_experts_and_all_of_the_rest() -> None:
-    model = preset("nam56r")
-    whole = sum(model.parameters().values())
-    experts = 2 * model.hidden_size * model.moe.ffn_hidden_size * model.moe.experts * model.layers.count("E")
-
-    def held(**cut: Any) -> int | None:
-        found = memory.process_parameters(but(run, **cut))
-        return None if found is None else sum(found)
-
-    run = Run(model, training=Training(processes=8))
-    assert held() == whole
-    assert held(expert=8) == whole - experts * 7 // 8
-    halves = [held(expert=8, pipeline=2), held(expert=8, pipeline=2, virtual=2)]
-    assert all(
-        half and half > (whole - experts * 7 // 8) // 2 for half in halves
-    )  # the last stage has MTP, and an embedding
-    assert halves[0] != halves[1]
-    marked = with_overrides(
-        model, {"pattern": "|".join(("AEMEAEMEAEMRAEME", "AEMEAEMRAEMEAEMEAE", "MRAEMEAEMEAEMRAEM", "E"))}
-    )
-    words = lower(Run(marked, Layout(pipeline=2, virtual=2), Training(processes=2)))
-    stages = read_run(words, device="cuda", processes=2, model=marked)
-    assert stages.layout == Layout(pipeline=2, virtual=2)
-    assert sum(memory.process_parameters(stages) or ()) == max(each.total for each in by_stage(marked, stages.layout))
-    assert round((held(expert=8) or 0) / 1e9, 2) == 2.52
-    assert memory.process_parameters(Run()) is None
-
-
 @pytest.mark.parametrize("name", TURN_COMPILE_OFF)
 def test_who_disables_dynamo_is_listed(name: str) -> None:
     dense = but(dataclasses.replace(GPU, model=None), experts=False)
@@ -213,18 +171,6 @@ def test_only_what_nobody_has_set_is_set() -> None:
     }
     assert resolve(run, environment=ours).environment() == {}
     assert resolve(CPU, environment={}).environment() == {}
-
-
-def test_a_recipes_variables_count_unless_the_user_has_set_others() -> None:
-    recipe = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}
-    both = resolve(GPU, environment={"NCCL_DEBUG": "TRACE"}, recipe=recipe, from_recipe=True)
-    assert (both.value("CUDA_DEVICE_MAX_CONNECTIONS").value, both.value("CUDA_DEVICE_MAX_CONNECTIONS").source) == (
-        "8",
-        RECIPE,
-    )
-    assert both.environment()["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-    assert both.warnings == ("NCCL_DEBUG: the recipe asks for INFO, the environment has TRACE",)
-    assert "NCCL_DEBUG" not in both.environment()
 
 
 def test_the_allocator() -> None:

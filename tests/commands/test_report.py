@@ -14,7 +14,7 @@ from megacpp_mcore.commands import cli
 from megacpp_mcore.commands.report import BEATS
 from megacpp_mcore.observe.events import FINISHED
 from megacpp_mcore.observe.receipts.fields import FIELDS, RUNNING
-from tests.observe.recorded import append, at, file_of, write_start
+from tests.observe.recorded import at, write_start
 
 RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_h200_bf16.json"
 
@@ -36,13 +36,6 @@ def test_a_folder_without_a_run_names_the_one_that_was_meant(
     assert f"did you mean {checkpoints / 'observe'}?" in error
     assert cli.main(["report", action, str(checkpoints.parent)]) == 2
     assert f"did you mean {checkpoints / 'observe'}?" in capsys.readouterr().err
-
-
-def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "compare", str(RECEIPT), str(tmp_path / "x")]) == 2
-    error = capsys.readouterr().err
-    assert f"{tmp_path / 'x'} does not exist; expected the folder of a run that was observed, or a receipt" in error
-    assert "Errno" not in error
 
 
 def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,14 +82,6 @@ def test_a_live_run_is_told_from_a_killed_one(
     assert cli.main(["report", "show", "--json", str(run)]) == 0
     assert [*status.split(), json.loads(capsys.readouterr().out)["status"]] == ["status", *2 * [RUNNING]]
     assert re.fullmatch(f"last sign of life {line}", alive)
-
-
-def test_damage_is_named_with_its_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = of_ranks(tmp_path / "run", {0: 1, 1: 600})
-    append(file_of(run, rank=1), {"phases": {}})
-    for action in ("show", "goodput", "html"):
-        assert cli.main(["report", action, str(run)]) == 2
-        assert f"{file_of(run, rank=1)}, line 3: no line that a run writes (KeyError: 'at')" in capsys.readouterr().err
 
 
 def test_the_memory_of_a_process_is_called_that_and_shown_once(

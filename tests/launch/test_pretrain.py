@@ -28,7 +28,6 @@ from tests.distributed.comparing import assert_same_bytes
 from tests.errors import raises
 from tests.saved import tensors_in
 
-REPOSITORY = Path(__file__).parents[2]
 fim_folder = test_data_arguments.fim_folder
 """A fixture: the folder of a tokenizer with the tokens of the fill-in-the-middle dataset."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,14 +95,6 @@ def test_the_table_is_what_the_compiler_says(name: str) -> None:
     if triton_release() != TRITON_DIRECT:
         pytest.skip(f"the table is of Triton {TRITON_DIRECT}, and {triton_release()} is installed")
     assert architectures.column(name) == architectures.committed()[name]
-
-
-def test_the_table_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    columns = {"sm_80": dict.fromkeys(ROWS, "spills 16 bytes"), "sm_90": dict.fromkeys(ROWS, FAST)}
-    page.write_text(f"<!-- architectures -->\n{architectures.written(columns)}<!-- end of architectures -->\n")
-    monkeypatch.setattr(architectures, "PAGE", page)
-    assert architectures.committed() == columns
 
 
 def test_a_gpu_of_amd_is_none_of_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:

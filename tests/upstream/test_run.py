@@ -126,22 +126,3 @@ def test_with_all_patches_no_test_that_needs_no_gpu_is_lost(megatron_lm: Path, t
     assert (stock.ended, patched.ended) == ("finished", "finished")
     assert len(stock.passed) > 120
     assert compare([Run(arm, 1, tests=stock.tests) for arm in STOCK], patched) == {"lost": [], "gained": []}
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "expected a checkout of core_v0.19.0"),
-        (["--files", "test_some.py", "--gpus", "99"], "99 GPUs are needed"),
-        (["--arms", "no-such"], "invalid choice: 'no-such'"),
-    ],
-)
-def test_what_is_missing_is_named_first(
-    words: list[str], says: str, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["run", *words])
-    monkeypatch.setattr(upstream, "PACKAGES", ("pytest",))
-    monkeypatch.setenv("MEGATRON_LM", str(tree if words else tree.parent))
-    with pytest.raises(SystemExit, match="2"):
-        upstream.main()
-    assert says in capsys.readouterr().err

@@ -20,6 +20,7 @@ from megacpp_mcore.commands import doctor, trial
 from megacpp_mcore.commands.doctor import ABSENT, BROKEN, COMPONENTS, IMPOSTOR, OFF, WORKS, Component, Finding, examine
 from megacpp_mcore.patches.machinery.checkout import Checkout
 from megacpp_mcore.patches.machinery.registry import default
+from tests import forks
 from tests.trees import copy_modules, edit, wheel_root
 
 ROOT = Path(__file__).parents[2]
@@ -296,6 +297,19 @@ def test_a_step_is_trained_as_launch_would(
     status, text = step_after(monkeypatch, capsys, GPU, step=False)
     assert (status, len(calls)) == (0, 4)
     assert text.endswith("nothing was found that stands in the way of training; no step was trained\n")
+
+
+def test_a_script_that_ends_in_an_error_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, the script of MEGATRON_LM; all that is examined is fine."""
+    (tmp_path / "pretrain_hybrid.py").write_text("raise RuntimeError('CUDA driver version is insufficient')\n")
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    monkeypatch.setattr(doctor, "_checkout", lambda: None)
+    monkeypatch.setattr(doctor.trial, "subprocess", forks.trial())
+    status, text = step_after(monkeypatch, capsys, *HEALTHY)
+    assert status == 1
+    assert "ended with status 1 RuntimeError: CUDA driver version is insufficient\n" in text
 
 
 def test_a_step_that_takes_long_says_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.training.models.dist_utils import _wrap_with_mp_wrapper
 
 from megacpp_mcore.backends import STOCK, Candidate, Dispatcher, ProbeResult
 from megacpp_mcore.backends.candidates import EXPERTS, OWN_EXPERTS
@@ -140,6 +142,14 @@ def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
         moe(torch.randn(S, B, 128, generator=torch.Generator().manual_seed(0)))
     assert not get_moe_metrics_tracker()._metrics
     assert not moe.router.local_tokens_per_expert.any()
+
+
+def test_a_16_bit_model_counts_in_fp32(process: Path) -> None:
+    """By the patch expert-counts, which the spec applies."""
+    model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, precision="bf16")
+    _wrap_with_mp_wrapper([model], model.config, Float16Module)
+    routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    assert {router.local_tokens_per_expert.dtype for router in routers} == {torch.float32}
 
 
 @pytest.mark.parametrize(("fused", "flagged"), [(True, True), (True, False), (False, True)])

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megacpp_mcore.observe.clock import Clock
@@ -98,6 +101,14 @@ def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None
     assert communicator._communicate(tensor=8) == 8
     assert sent == [["pipeline"], []]
     assert P2PCommunicator._communicate is communicate
+
+
+def test_megatron_has_the_functions_that_ranges_stand_in_for() -> None:
+    """A function that is not there has no range, and no error: an optimizer or a bucket may lack it."""
+    assert all(callable(getattr(_ParamAndGradBucketGroup, name)) for name in BUCKETS)
+    assert all(callable(getattr(MegatronOptimizer, name)) for name in OPTIMIZER)
+    assert callable(DistributedDataParallel.zero_grad_buffer)
+    assert callable(P2PCommunicator._communicate)
 
 
 def test_the_steps_of_megatrons_own_profile_have_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

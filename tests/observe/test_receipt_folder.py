@@ -304,6 +304,12 @@ def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
     assert found == {"state": "cold", "files": {"triton": 0, "inductor": 1}, "added": {"triton": 1, "inductor": 1}}
 
 
+def test_a_failure_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path, monkeypatch)
+    training.writer.on_failure("Live failed in step 3")
+    assert receipts.read(tmp_path)["notes"] == ["rank 0: Live failed in step 3"]
+
+
 def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(tmp_path, monkeypatch)
     training.step(1)

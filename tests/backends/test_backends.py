@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore import backends, versions
-from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, markdown, observed, probes
+from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, markdown, probes
 from megacpp_mcore.backends import candidates as listed
 from megacpp_mcore.backends import dispatcher as dispatching
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
@@ -488,16 +488,3 @@ def test_the_table_has_every_candidate_and_its_data(capsys: pytest.CaptureFixtur
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert any("sdpa kernel cuda bf16, fp16 qk_dim × 8, v_dim × 8 deterministic" in line for line in lines)
     assert "optimizer is chosen by --optimizer" in said
-
-
-def test_notes_are_kept_once_and_forgotten() -> None:
-    observed.forget()
-    for _ in range(3):
-        observed.note("loss", "megatron", "hooks", speed=Speed.COMPILED, requested="linear_cross_entropy")
-    observed.note("loss", "linear_cross_entropy", "", speed=Speed.COMPILED, requested="linear_cross_entropy")
-    assert [(one["observed"], one["speed"]) for one in observed.notes()] == [
-        ("megatron", "compiled"),
-        ("linear_cross_entropy", "compiled"),
-    ]
-    observed.forget()
-    assert observed.notes() == []

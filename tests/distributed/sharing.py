@@ -38,13 +38,11 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "A, sparse": ({**ALONE, "pattern": "A", "dsa": SPARSE}, ()),
     "A, in the dense warm-up": ({**ALONE, "pattern": "A", "dsa": {**SPARSE, "warmup_steps": 2}}, ()),
     "E": ({**ALONE, "pattern": "E"}, ()),
-    "MTP": ({**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}}, ()),
     # Ranks count unequally many tokens, of the main loss and of each depth.
     "MTP, packed, by token": (
         {**ALONE, "pattern": "A", "dsa": {"schedule": "-"}, "mtp": {"depth": 2}},
         ("--calculate-per-token-loss",),
     ),
-    "A, windowed": ({**ALONE, "pattern": "A", "dsa": {"schedule": "W"}, "mla": LONG}, ()),
     "whole": (WHOLE, ()),
     "whole, long": ({**WHOLE, "mla": LONG, "dsa": {**WHOLE["dsa"], "schedule": "WFS"}, "mtp": MTP_W}, ()),
     "whole, recomputed": (WHOLE, stock.full_recompute()),
@@ -52,7 +50,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "whole, projections recomputed": (WHOLE, stock.selective_recompute("mla_up_proj", "core_attn")),
 }
 """Overrides of nam56r_tiny, and further words."""
-REACHING = [name for name, (_, words) in CASES.items() if not words and not {"packed", "windowed"} & set(name.split())]
+REACHING = [name for name, (_, words) in CASES.items() if not words and "packed" not in name]
 """The cases in which tokens are changed."""
 LENGTHS = dict.fromkeys(("whole, packed", "MTP, packed, by token"), (5, 1, 25, 20, 13))
 """The documents of the row of a case, each in several chunks, or several in one; the last token of each is not counted."""

@@ -101,7 +101,6 @@ BARE = SECOND + (
 )
 STARTS = {
     "--weight-decay: 0.1 on rank 0; 0.25 on rank 1": 'words += ["--weight-decay", "0.25"]',
-    "--lr: 0.0003 on rank 0; 0.25 on rank 1": 'words += ["--lr", "0.25"]',
     "MEGACPP_CONFIG recompute.m: False on rank 0; True on rank 1": 'os.environ["MEGACPP_CONFIG"] += ".of rank 1"',
 }
 

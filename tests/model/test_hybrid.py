@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.arguments.lowering import lower, mismatches, model_arguments
-from megacpp_mcore.arguments.read import model_of
+from megacpp_mcore.arguments.lowering import lower, model_arguments
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError, SpecImportError
 from megacpp_mcore.launch import plan as launch_plan
 from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
@@ -98,13 +97,6 @@ def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
 def described(model: Model) -> SimpleNamespace:
     asked = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
     return SimpleNamespace(**asked, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_run_is_of_the_preset_that_it_names(name: str) -> None:
-    model = preset(name)
-    assert mismatches(model, [described(model)], HYBRID) == []
-    assert model_of([described(model)], None, name, HYBRID) is model
 
 
 def test_every_mismatch_is_listed_at_once() -> None:

@@ -196,11 +196,6 @@ def test_layouts_that_fit(nam56r: Model, overrides: dict[str, Any], layout: dict
     assert [number for chunk in model.chunks(cut) for number in chunk] == list(range(1, 53))
 
 
-def test_stages_of_a_staged_pattern_are_its_chunks(tiny: Model) -> None:
-    staged = with_overrides(tiny, {"pattern": "AEM|EAEM|EAEMR", "dsa": {"schedule": "-FF"}})
-    assert staged.chunks(Layout(pipeline=3)) == (range(1, 4), range(4, 8), range(8, 13))
-
-
 def test_mtp_weights_of_nam56r(nam56r: Model) -> None:
     assert nam56r.mtp.weights == pytest.approx((0.3 / 1.6, 0.18 / 1.6))
     assert MTP(depth=0).weights == ()

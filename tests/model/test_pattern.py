@@ -88,15 +88,6 @@ def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
             staged.layers(depth)
 
 
-def test_the_52_layers_of_nam56r(layers: str) -> None:
-    numbers = {letter: [i for i, found in enumerate(layers, 1) if found == letter] for letter in "AEMR"}
-    assert numbers["A"] == list(range(1, 50, 4))
-    assert numbers["M"] == list(range(3, 52, 4))
-    assert numbers["R"] == [12, 24, 36, 48]
-    assert numbers["E"] == [n for n in range(2, 53, 2) if n not in (12, 24, 36, 48)]
-    assert [len(numbers[letter]) for letter in "AEMR"] == [13, 22, 13, 4]
-
-
 def test_dsa_and_index_cache_of_nam56r(roles: tuple[str | None, ...]) -> None:
     numbers = {role: [i for i, found in enumerate(roles, 1) if found == role] for role in "-FS"}
     assert numbers == {"-": [1, 17, 33, 49], "F": [5, 21, 37], "S": [9, 13, 25, 29, 41, 45]}

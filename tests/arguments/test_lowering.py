@@ -13,10 +13,10 @@ import pytest
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.arguments.lowering import GPT, HYBRID, lower, mismatches, model_arguments
-from megacpp_mcore.arguments.read import model_of, read
+from megacpp_mcore.arguments.read import read
 from megacpp_mcore.data.tokenizer import tokenizer_words
 from megacpp_mcore.errors import ArgumentMismatchError, ModelError
-from megacpp_mcore.model import DEFAULT, PRESETS, Layout, Model, preset, with_overrides
+from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
 from megacpp_mcore.model.run import BUCKET_ELEMENTS, FEATURES, FIELDS, NARROW, TORCH_FSDP, Run, words_of
 from megacpp_mcore.model.training import OPTIMIZERS, Training
 from tests import stock
@@ -145,20 +145,6 @@ def test_what_megatron_would_overwrite_by_the_pattern_is_refused() -> None:
     words = ["--mtp-num-layers", "3", "--num-layers=52", "--experimental-attention-variant", "gated_delta_net"]
     with raises(ArgumentMismatchError, "--mtp-num-layers", 3, model.mtp.depth, "--num-layers", 52, "gated_delta_net"):
         lowering.check_overwritten(model, words)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_run_gets_the_preset_that_it_names_and_is_told_of_the_one_it_describes(name: str) -> None:
-    """No guess selects what trains: it only ends the error."""
-    assert model_of([matching(preset(name))], None, name) is preset(name)
-    if name != DEFAULT:
-        with raises(ArgumentMismatchError, DEFAULT, f"--spec megacpp_mcore {name}"):
-            model_of([matching(preset(name))], None)
-        with pytest.raises(ArgumentMismatchError) as raised:
-            model_of([matching(preset(name))], None)
-        first, *_, last = str(raised.value).splitlines()
-        assert first.endswith(f", and are those of {name} (--spec megacpp_mcore {name}):")
-        assert "closest" not in last
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,6 @@ def test_every_part_can_be_read_in_16_bytes(name: str, tensor: int, kind: str) -
         assert all(0 <= slot.start - end < ALIGNMENT for slot, end in zip(placed, ends, strict=False))
 
 
-def test_four_ranks_of_nam56r_are_padded() -> None:
-    """84 scalars of 28 heads, and 11 forget gates of 11 heads, are no multiples of 8."""
-    model = preset("nam56r")
-    of_m, _ = slots(mamba.projection_parts(model), 4)
-    of_r, rows = slots(recurrent.projection_parts(model), 4)
-    assert [(slot.part.name, slot.start - of_m[4].start) for slot in of_m[4:]] == [
-        ("dt", 0), ("A", 28), ("trap", 56), ("angles", 88),
-    ]  # fmt: skip
-    assert rows == of_r[-1].start + 16
-
-
 def test_a_part_that_cannot_be_cut_is_named() -> None:
     with raises(ModelError, "projection of v", "10 rows", "parallelism 4"):
         slots((Part("v", 10),), 4)

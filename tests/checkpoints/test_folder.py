@@ -367,6 +367,13 @@ def test_a_digest_that_fails_does_not_fail_the_save(saved: Path, failure: str, m
     assert not damages(made)
 
 
+def test_a_digest_of_an_interrupted_save_is_removed(saved: Path) -> None:
+    known = saved / NEWEST / f"{SHARD}.sha256"
+    known.write_text("of another save")
+    with digested(saved / NEWEST / SHARD):
+        assert not known.exists()
+
+
 def test_no_code_of_the_metadata_is_run(saved: Path, tmp_path: Path) -> None:
     made = tmp_path / "made by the checkpoint"
     (saved / NEWEST / ".metadata").write_bytes(pickle.dumps(Code(made)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from megacpp_mcore.data.manifest import adopt
 from megacpp_mcore.data.prepare import prepare
-from megacpp_mcore.data.score import BitsPerByte, byte_counts, unigram_bits_per_byte
+from megacpp_mcore.data.score import BitsPerByte, unigram_bits_per_byte
 from megacpp_mcore.errors import DataError
 from tests.errors import raises
 
@@ -32,16 +31,6 @@ def test_unigram_counts_the_bytes_and_only_them(tmp_path):
     total = counts.total()
     expected = -sum(n / total * math.log2(n / total) for n in counts.values())
     assert unigram_bits_per_byte(prepare_texts(tmp_path, *texts)) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_unigram_model_that_pays_for_the_ends_scores_above_the_bound(tmp_path):
-    prefix = prepare_texts(tmp_path, "abcdefg hijk", "aab")
-    tokens = np.fromfile(prefix + ".bin", dtype=np.uint16)
-    share = np.bincount(tokens) / tokens.size
-    score = BitsPerByte()
-    score.add(float(-np.log(share[tokens]).sum()), int(byte_counts(tokens).sum()))
-    assert score.bytes == 15
-    assert score.value > unigram_bits_per_byte(prefix)
 
 
 def test_unigram_refuses_what_was_not_made_of_bytes(tmp_path):

@@ -143,6 +143,17 @@ def test_sources_are_compared_before_megatron_is_imported(tmp_path: Path) -> Non
     launch_plan.check_sources(plan(script, *CPU_ARGUMENTS))
 
 
+def test_plan_of_a_whole_command(tmp_path: Path) -> None:
+    script = script_in(tmp_path)
+    chosen = plan(str(script), "--spec", "megacpp_mcore.nam56r", *CPU_ARGUMENTS)
+    assert chosen == launch_plan.Plan(
+        script, ("--spec", "megacpp_mcore", "nam56r", *CPU_ARGUMENTS), ("megacpp_mcore", "nam56r"), "cpu", 1
+    )
+    said = chosen.describe(world_size=4)
+    assert str(script) in said
+    assert "spec megacpp_mcore.nam56r | device cpu | world size 4" in said
+
+
 @pytest.mark.parametrize(
     ("kind", "package"),
     [

@@ -206,6 +206,16 @@ def test_an_import_that_did_not_end_leaves_its_patch_to_the_next(
     assert load(a, b) == [2, 2]
 
 
+def test_the_version_is_that_of_when_it_was_applied(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a,) = modules(a=ONE)
+    reg, _ = hook_of(patch("first", f"{a}:f"))
+    reg.apply(["first"])
+    monkeypatch.setattr(SourceTree, "version", lambda _: pytest.fail("read again"))
+    (row,) = reg.status()
+    assert row["megatron_core"] == VERSION
+    assert reg.apply([]) == ()
+
+
 def test_every_problem_is_found_before_anything_is_imported_or_changed(modules: Modules) -> None:
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(

@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import pytest
-
 from megacpp_mcore import policy
 from megacpp_mcore.arguments.read import read
 from megacpp_mcore.commands import cli
@@ -88,7 +86,7 @@ def digests(folder: Path) -> dict[str, str]:
         return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts(folder).items()}
 
 
-def test_what_recipes_and_layouts_are_lowered_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_recipes_and_layouts_are_lowered_to(tmp_path: Path) -> None:
     assert digests(tmp_path) == json.loads(GOLDEN.read_text())
 
 

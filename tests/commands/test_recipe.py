@@ -198,7 +198,7 @@ def test_graphs_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str], 
     ) == is_left_out
 
 
-def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
     import subprocess
 
     command = recipe(capsys, "emit", "nam56r").replace("torchrun", "echo")

@@ -92,7 +92,7 @@ def test_what_a_context_cannot_be(given: Any, rows: int, values: list[object]) -
         LayerCache(given, 3, rows)
 
 
-def test_pieces_of_a_model_that_attends_densely_still(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_model_that_attends_densely_still(process: Path) -> None:
     dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
     tokens = draw_tokens(B, S - 1)
     with mock.patch.object(training_step, "_of_bridge", 2):

@@ -119,9 +119,7 @@ def test_time_left_is_at_the_mean_since_the_first_line() -> None:
     assert line(step, 107, first) == "step   7/107  2.5 s/step  0:04:10 left"
 
 
-def test_a_logged_step_costs_less_than_a_millisecond(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_logged_step_costs_less_than_a_millisecond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a start of many steps, which goodput goes through once."""
     earlier = [stepped(number, number) for number in range(1, 20_001)]
     write_start(tmp_path, 1, 0, *earlier, at(20_000, {}, how="finished"))

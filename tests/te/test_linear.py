@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch.nn import Embedding, Linear, Module, ModuleDict, Sequential
@@ -76,7 +75,7 @@ def test_the_pinned_list_on_a_model_with_every_role() -> None:
     assert root.why == "the model itself"
 
 
-def test_nothing_is_replaced_without_the_feature_or_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_without_the_feature_or_the_engine() -> None:
     model = Sequential(Linear(32, 32))
     kept = model[0]
     with raises(BackendError, "linear: false"):

@@ -285,11 +285,7 @@ def choose_non_persistent(
 
 
 def _problem(folder: Path, damages: list[str]) -> str:
-    """Say what is wrong with the checkpoint in ``folder``.
-
-    Raises:
-        CheckpointError: this user may not read it, which is no damage.
-    """
+    """Say what is wrong with the checkpoint in ``folder``; raise if this user may not read it, which is no damage."""
     if denied := [one for one in damages if isinstance(one, Unreadable)]:
         raise CheckpointError(
             f"the checkpoint {folder} cannot be read: {'; '.join(denied)}; expected files that this user may read: change "

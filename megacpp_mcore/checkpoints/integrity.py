@@ -285,11 +285,7 @@ def _zip_damage(path: Path) -> str | None:
 
 
 def _manifest(folder: Path) -> dict[str, str] | None:
-    """Read the digests in the manifest; None if the checkpoint was saved without one.
-
-    Raises:
-        CheckpointError: it is missing, damaged or of another checkpoint.
-    """
+    """Read the digests in the manifest; None if the checkpoint was saved without one."""
     path = folder / MANIFEST
     try:
         announced = json.loads((folder / CONFIG).read_bytes()).get(_ID)

@@ -435,7 +435,8 @@ def run(args: argparse.Namespace) -> int:
         if unreadable is not None:
             raise ConfigFileError(unreadable.reason)
         known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
-        engine = f"features of Transformer Engine {te_imports.version() or '(not installed)'}:\n{specs.text()}"
+        installed = host.version("transformer-engine") or "(not installed)"
+        engine = f"features of Transformer Engine {installed}:\n{specs.text()}"
         print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
         return 0
     findings = [*examine(time_limit_s=args.time_limit or TIME_LIMIT_S), *filter(None, (_checkout(), unreadable))]

@@ -225,11 +225,7 @@ def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _changed_model(name: str, words: Sequence[str]) -> Model:
-    """Return the model of the model or recipe called ``name``, with the values that ``words`` set.
-
-    Raises:
-        ModelError: no such name exists, or a word sets a value of a run.
-    """
+    """Return the model of the model or recipe called ``name``, with the values that ``words`` set."""
     of_model, *others = overrides.read(words)
     if of_run := {**others[0], **others[1]}:
         raise ModelError(f"{', '.join(of_run)} is a run setting; pass it to `recipe emit`")
@@ -238,11 +234,7 @@ def _changed_model(name: str, words: Sequence[str]) -> Model:
 
 
 def _recipe(name: str) -> Recipe | None:
-    """Return the recipe called ``name``; None when that names a model, a preset or the file of MEGACPP_CONFIG.
-
-    Raises:
-        ModelError: it names neither; the nearest names of both are suggested.
-    """
+    """Return the recipe called ``name``; None when that names a model, a preset or the file of MEGACPP_CONFIG."""
     loaded = None if name in RECIPES else plugin_config.from_environment()
     models = (*PRESETS, *([loaded.model.name] if loaded is not None else []))
     if name in RECIPES or name in models:
@@ -349,11 +341,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
 
 
 def _with_extra(model: Model, run: Run, extra: tuple[str, ...], script: Path | None) -> tuple[str, ...]:
-    """Return the arguments of ``run``, of ``model``, with ``extra`` among them, which may say how it is carried out only.
-
-    Raises:
-        LaunchError: they change the model, or what ``--set`` and the options do, or the launcher would refuse them.
-    """
+    """Return the arguments of ``run``, of ``model``, with ``extra`` among them, which may say how it is carried out only."""
     words = lower(run)
     if not extra:
         return words

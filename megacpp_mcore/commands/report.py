@@ -80,11 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _found(word: str, *, whole: bool = False) -> Path:
-    """Resolve a command-line path to a run's folder or, unless the ``whole`` run is needed, a receipt.
-
-    Raises:
-        DataError: neither exists there; the message suggests the folder that was probably meant.
-    """
+    """Resolve a command-line path to a run's folder or, unless the ``whole`` run is needed, a receipt."""
     place, expected = Path(word), "the folder of a run that was observed" + ("" if whole else ", or a receipt")
     if not word:
         raise DataError(f"an empty path was given; expected {expected}")

@@ -55,12 +55,7 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
 
 
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:
-    """Find the ids of the tokens that the dataset inserts between the parts of a document, by token.
-
-    Raises:
-        DataError: a token that the tokenizer does not know, two tokens with one id, an end of document that is not the
-            tokenizer's, or a tokenizer that adds tokens of its own around every text, and so around every part.
-    """
+    """Find the ids of the tokens that the dataset inserts between the parts of a document, by token."""
     ids = {flag: id_ for flag, token in named.items() if (id_ := tokenizer.token_id(token)) is not None}
     if unknown := [f"{flag} {token}" for flag, token in named.items() if flag not in ids]:
         raise DataError(

@@ -179,11 +179,7 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
 
 @contextmanager
 def _building(prefix: str) -> Iterator[Path]:
-    """Hold the folder in which this process alone builds ``prefix``.
-
-    Raises:
-        DataError: another process is preparing ``prefix``.
-    """
+    """Hold the folder in which this process alone builds ``prefix``."""
     folder = Path(prefix + ".unfinished")
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
@@ -357,11 +353,7 @@ def _encode_in_worker(plan: Plan, piece: Piece) -> Encoded:
 
 
 def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
-    """Tokenize the documents that begin in a piece.
-
-    Raises:
-        DataError: the source cannot be read or changes meanwhile, or holds a document that does not fit into an index.
-    """
+    """Tokenize the documents that begin in a piece."""
     skipped: list[Skipped] = []
     shares = plan.shares.values()
     documents = [

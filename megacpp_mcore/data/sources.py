@@ -231,11 +231,7 @@ def _row_groups(number: int, source: Source, _: int) -> Iterator[Piece]:
 
 @contextlib.contextmanager
 def _opened(source: Source) -> Iterator[tuple[BinaryIO, Any]]:
-    """Open a source, and the unpacked stream in it.
-
-    Raises:
-        DataError: it cannot be read or unpacked.
-    """
+    """Open a source, and the unpacked stream in it."""
     with require_readable(source.path), open(source.path, "rb") as raw:
         if not source.is_packed:
             yield raw, raw
@@ -248,11 +244,7 @@ def _opened(source: Source) -> Iterator[tuple[BinaryIO, Any]]:
 
 @contextlib.contextmanager
 def _table(source: Source) -> Iterator[Any]:
-    """Open a Parquet file.
-
-    Raises:
-        DataError: it cannot be read, or pyarrow is not installed.
-    """
+    """Open a Parquet file."""
     parquet = _arrow("pyarrow.parquet", source)
     with require_readable(source.path), _whole(source), parquet.ParquetFile(source.path) as table:
         yield table

@@ -243,11 +243,7 @@ def _byte_tokenizer() -> dict[str, str]:
 
 
 def _ids(files: Mapping[str, str], where: str) -> dict[str, int]:
-    """Return the id of every token of a tokenizer.
-
-    Raises:
-        CheckpointError: its files are no tokenizer's.
-    """
+    """Return the id of every token of a tokenizer."""
     try:
         content = json.loads(files["tokenizer.json"])
         dict(json.loads(files.get("tokenizer_config.json", "{}")).items())

@@ -89,13 +89,8 @@ def states(run: Run) -> States | None:
     return States(weights=sizes[0], gradients=sizes[1], main_weights=sizes[2], moments=sizes[3])
 
 
-def fits(held: States, gpu_bytes: int) -> bool:
-    """Return whether ``held`` leaves room for a step on a GPU of ``gpu_bytes``."""
-    return held.total <= usable(gpu_bytes)
-
-
 def usable(gpu_bytes: int) -> int:
-    """Return the bytes of a GPU without what is reserved."""
+    """Return the bytes of a GPU that states may take: without what is reserved."""
     return gpu_bytes - gpu_bytes // ROOM
 
 
@@ -325,7 +320,7 @@ def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:
                 continue
             other = Run(run.model, layout, training, run.model_class, asked)
             held = states(other)
-            if held is not None and fits(held, gpu_bytes):
+            if held is not None and held.total <= usable(gpu_bytes):
                 found = True
                 yield other, held
         if found:

@@ -385,11 +385,7 @@ def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
 
 
 def _read_file(path: Path, number: int) -> Start | None:
-    """Read the start in one file; None where not even its first line is complete.
-
-    Raises:
-        DataError: it cannot be read, or a line is not what a run writes. A torn last line is ignored.
-    """
+    """Read the start in one file, without a torn last line; None where not even its first line is complete."""
     start, place = None, 0
     try:
         with path.open("rb") as stream:

@@ -29,14 +29,15 @@ def check_memory(run: Run) -> None:
     import torch
 
     gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-    if memory.fits(held, gpu.total_memory):
+    usable = memory.usable(gpu.total_memory)
+    if held.total <= usable:
         _warn_of_activations(run, gpu.total_memory)
         return
     origin = "" if run.settings is None else f" of {run.settings.path} (MEGACPP_CONFIG)"
     check_sizes(run.model, run.training.extra, origin, run.model_class)
     narrow = memory.states(dataclasses.replace(run, asked={**run.asked, **NARROW}).as_usual())
     found = []
-    if run.precision == "bf16" and not run.torch_fsdp and narrow is not None and memory.fits(narrow, gpu.total_memory):
+    if run.precision == "bf16" and not run.torch_fsdp and narrow is not None and narrow.total <= usable:
         words = " ".join(word for name, value in NARROW.items() for word in words_of(name, value))
         found = [f"as many with --use-distributed-optimizer {words} ({narrow.total / 1e9:.1f} GB each)"]
     found += [

@@ -163,9 +163,5 @@ def _entry(name: str) -> Any:
     try:
         return getattr(importlib.import_module(ENTRIES[name]), name)
     except (ImportError, AttributeError) as error:
-        raise BackendError(f"Transformer Engine {version()} has no {ENTRIES[name]}:{name}; 2.17 to 2.20 do") from error
-
-
-def version() -> str | None:
-    """Return the installed version as its distribution states it, None without one; imports nothing."""
-    return host.version("transformer-engine")
+        found = host.version("transformer-engine")
+        raise BackendError(f"Transformer Engine {found} has no {ENTRIES[name]}:{name}; 2.17 to 2.20 do") from error

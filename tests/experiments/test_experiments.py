@@ -53,7 +53,7 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
         # As on the machine that it is for, of H200 at most.
         states = memory.states(read(words, device="cuda", processes=given["processes"], model=model))
         assert states is not None
-        assert memory.fits(states, 150_109_880_320)
+        assert states.total <= memory.usable(150_109_880_320)
         assert arm.via == "launch" or arm.recipe in RECIPES
 
 

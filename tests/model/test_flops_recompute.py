@@ -70,7 +70,6 @@ def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> 
     words, own = CASES[case]
     arguments = stock.parse(stock.words(SMALL, *words))
     how = Recomputation.of_run(arguments, Recompute(**dict.fromkeys(own, True)))
-    assert how.on
     again = recomputed(SMALL, STEP, how)
     assert again.total.backward == 0 < again.total.forward
     sequence, topk = SMALL.seq_length, SMALL.dsa.topk
@@ -89,7 +88,7 @@ def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> 
 
 def test_a_run_without_recompute_repeats_nothing() -> None:
     how = Recomputation.of_run(stock.parse(stock.words(SMALL)))
-    assert (how, how.on, str(how)) == (Recomputation(), False, "none")
+    assert (how, str(how)) == (Recomputation(), "none")
     again = recomputed(SMALL, STEP, how)
     assert again.total == Work()
     assert (len(again.layers), len(again.mtp)) == (SMALL.depth, 2)
@@ -126,7 +125,6 @@ def test_an_indexer_that_is_not_trained_repeats_nothing() -> None:
 @pytest.mark.parametrize("modules", [("moe_act",), ("layernorm",), ("moe_act", "layernorm")])
 def test_element_wise_modules_repeat_no_product(modules: tuple[str, ...]) -> None:
     how = Recomputation(granularity="selective", modules=modules)
-    assert how.on
     assert set(modules) < set(MODULES)
     assert recomputed(SMALL, STEP, how).total == Work()
 

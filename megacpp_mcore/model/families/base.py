@@ -73,10 +73,6 @@ class Count:
             tensor=self.tensor + other.tensor, expert=self.expert + other.expert, whole=self.whole + other.whole
         )
 
-    def times(self, number: int) -> Count:
-        """Count ``number`` such parts."""
-        return Count(tensor=self.tensor * number, expert=self.expert * number, whole=self.whole * number)
-
 
 @dataclass(frozen=True)
 class Work:

@@ -78,11 +78,6 @@ class Recomputation:
             own=own or Recompute(),
         )
 
-    @property
-    def on(self) -> bool:
-        """Whether anything is recomputed."""
-        return self.granularity == "full" or bool(self.modules or self.own.on)
-
     def __str__(self) -> str:
         words = []
         if self.granularity == "full":

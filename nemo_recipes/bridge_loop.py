@@ -75,12 +75,7 @@ SEAMS = (
 
 
 class BridgeLoop(Loop):
-    """Megatron-Bridge's loop for a run configured by ``config``.
-
-    Args:
-        config: Bridge's ``ConfigContainer`` of the run.
-        callbacks: the ``CallbackManager`` passed to its ``pretrain``.
-    """
+    """Megatron-Bridge's loop for a run configured by a ``ConfigContainer``, with the callbacks of its ``pretrain``."""
 
     def __init__(self, config: Any, callbacks: Any) -> None:
         self._config, self._callbacks = config, callbacks

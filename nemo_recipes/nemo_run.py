@@ -97,13 +97,10 @@ def check_python(python: str) -> None:
 
 
 def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), python: str = "python") -> run.Script:
-    """Return the script that ``executor`` runs on each of its hosts: torchrun with the recipe's processes.
+    """Return the script that ``executor`` runs on each of its hosts: torchrun with the processes of the recipe ``chosen``.
 
-    Args:
-        chosen: the recipe.
-        executor: where to run; words are quoted if it uses a shell.
-        overrides: ``section.key=value``, as for ``nemo_recipes.run``.
-        python: the Python with Megatron-Bridge, on the training machine.
+    ``overrides`` are ``section.key=value``, as for ``nemo_recipes.run``; ``python`` is that with Megatron-Bridge, on the
+    machine that trains.
 
     Raises:
         LaunchError: an override has another form, or as :func:`check_executor`.

@@ -20,12 +20,9 @@ from megacpp_mcore.model.training import named_as
 
 
 def read(chosen: Run, config: Any, processes: int) -> Run:
-    """Return the run that ``config`` describes.
+    """Return the run that Bridge's ``config``, overrides applied, describes for so many ``processes``.
 
-    Args:
-        chosen: the run that the configuration was made from: its model, device and settings stay.
-        config: Bridge's ``ConfigContainer``, overrides applied.
-        processes: number of processes.
+    Model, device and settings stay those of ``chosen``, the run that the configuration was made from.
 
     Raises:
         LaunchError: a value of the training plan is null.

@@ -344,9 +344,7 @@ def check_torch_fsdp(run: Run) -> None:
 def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
     """Refuse values under which a run would train wrongly, or not at all, with FSDP2.
 
-    Args:
-        values: by Megatron's names of arguments, or ``pipeline parallelism``, ``expert parallelism``, ``tensor parallelism``,
-            ``context parallelism``.
+    They are by Megatron's names of arguments, or ``pipeline parallelism`` and the like.
 
     Raises:
         ModelError: lists every obstacle.
@@ -363,11 +361,8 @@ def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
 def mismatches(model: Model, sources: Sequence[object], model_class: str = GPT) -> list[str]:
     """List every contradiction between a run's configuration and ``model``, one sentence each.
 
-    Args:
-        model: what the run is meant to train.
-        sources: the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
-            then its GPTModelConfig or HybridModelConfig).
-        model_class: the model class of that run.
+    ``sources`` are the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
+    then its GPTModelConfig or HybridModelConfig).
     """
     found = []
     for argument in model_arguments(model, model_class):

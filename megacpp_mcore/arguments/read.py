@@ -72,7 +72,6 @@ def read(
     """Read the run that the arguments of a command line describe.
 
     Args:
-        words: the arguments.
         device: ``cuda`` or ``cpu``.
         processes: number of processes.
         model: what a spec of this package builds; None: that of ``settings``, or the preset that their ``--spec`` names.
@@ -139,9 +138,7 @@ def model_of(
 
     Args:
         sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them.
-        settings: the file of ``MEGACPP_CONFIG``; None without.
         named: by the run's spec; a source's own ``megacpp_preset`` counts more.
-        model_class: the model class that holds its layers.
 
     Raises:
         ModelError: no preset has the name, or the file is about another model.

@@ -36,10 +36,7 @@ class StockCommand:
 
     Attributes:
         recipe: name of the model that it trains.
-        device: ``cuda`` or ``cpu``.
         via: one of :data:`WAYS`.
-        script: the stock script's file name.
-        nodes: hosts.
         processes_per_node: processes per host, each with its own GPU on ``cuda``.
         env: environment variables of every process.
         arguments: the words after the script's name.

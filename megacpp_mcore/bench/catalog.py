@@ -28,10 +28,9 @@ SIZES = (FULL, TINY)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a benchmark is run.
+    """How a benchmark is run, on ``cuda`` or ``cpu``.
 
     Attributes:
-        device: ``cuda`` or ``cpu``.
         dtype: of the inputs, by torch's name.
         shape: sizes by name.
         seconds: how long the calls of one figure are timed.
@@ -54,10 +53,8 @@ class Benchmark:
     """One benchmark.
 
     Attributes:
-        name: its name on the command line.
         kind: one of :data:`KINDS`.
         covers: the op, or the layer's letter and role.
-        title: one line.
         problem: ``module:function`` in :mod:`megacpp_mcore.bench.cases` that makes the problem from :class:`Options`.
         shapes: sizes by name, for each size of the benchmark.
     """

@@ -63,11 +63,7 @@ def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
 
 
 class Table:
-    """A CSV file to which rows are added.
-
-    Args:
-        path: the file; created, with its folder, by the first rows.
-        columns: its header.
+    """A CSV file to which rows are added; created, with its folder, by the first of them.
 
     Raises:
         BenchmarkError: the file cannot be read, or is not a complete table of these columns; nothing is measured then.
@@ -125,15 +121,10 @@ class Comparison:
 
 
 def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comparison:
-    """Compare each new row with the last one of the same benchmark, work, variant and conditions.
+    """Compare each new row with the last one, in ``before``, of the same benchmark, work, variant and conditions.
 
-    Our layer is one variant whatever backends it uses: one that fell back is compared with its earlier self. A row of the
-    file whose parity failed or is missing is no baseline.
-
-    Args:
-        before: rows of the committed table.
-        now: rows of this run.
-        tolerance: the share by which time or peak memory may increase.
+    Our layer is one variant whatever backends it uses: one that fell back is compared with its earlier self. A row of the file
+    whose parity failed or is missing is no baseline. ``tolerance`` is the share by which time or peak memory may increase.
 
     Raises:
         BenchmarkError: not one row can be compared; the message says what differs.

@@ -202,12 +202,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | None:
-    """Check the checkpoint that is about to be loaded.
-
-    Args:
-        load: as in ``--load``.
-        step: ``--ckpt-step``, if it was passed.
-        by_digests: as in :func:`damages`.
+    """Check the checkpoint of ``--load`` and ``--ckpt-step`` that is about to be loaded; ``by_digests`` as in :func:`damages`.
 
     Returns:
         The iteration to load, as in ``--ckpt-step``; None for what the tracker file names.
@@ -259,9 +254,7 @@ def choose_non_persistent(
 ) -> bool:
     """Return whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, and check it if so.
 
-    Args:
-        folder: where it is; None if it is not to be checked.
-        iteration, load, step, how: its, and as in :func:`choose`.
+    ``folder`` is where it is, None if it is not to be checked; other arguments are as in :func:`choose`.
 
     Raises:
         CheckpointError: it is damaged, or the tracker file in ``load`` is.

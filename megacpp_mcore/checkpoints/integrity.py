@@ -162,9 +162,8 @@ def digested(path: Path) -> Iterator[None]:
 def save_with_digests(save: Callable[..., None], rank: int, write_buckets: list[Any], results: Any) -> None:
     """Write a rank's files by Megatron's ``save``, each :func:`digested`; a spawned worker finds this function by its name.
 
-    Args:
-        save: ``FileSystemWriterAsync.write_preloaded_data_multithread`` without its first arguments; the others are its own.
-        write_buckets: of each file its path, its key and its content.
+    ``save`` is ``FileSystemWriterAsync.write_preloaded_data_multithread`` without its first arguments; ``write_buckets`` has
+    of each file its path, its key and its content.
     """
     with contextlib.ExitStack() as files:
         for path, *_ in write_buckets:
@@ -229,13 +228,12 @@ class Unreadable(str):
 
 
 def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: bool = True) -> list[str]:
-    """List what is wrong with the checkpoint in ``folder``: for each damaged file, its name and the damage.
+    """List what is wrong with the checkpoint of an iteration in ``folder``: for each damaged file, its name and the damage.
 
     Without a manifest (a checkpoint of stock Megatron, or of an earlier version) only ``.metadata``, ``metadata.json`` and the
     sizes of files are checked, and in the format ``torch`` the sums that its zip files have of their records.
 
     Args:
-        folder: of the iteration.
         rank, world_size: the ``rank``-th of ``world_size`` shares of the files is checked.
         by_digests: whether a manifest is used, or those sums.
     """

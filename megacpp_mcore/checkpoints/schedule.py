@@ -27,7 +27,6 @@ class Rescheduled:
     """Result of :func:`reschedule`.
 
     Attributes:
-        folder: of the iteration.
         lost: layers whose indexer was removed, 1-based.
         became_full: layers that got an indexer, to the layer it was copied from.
     """
@@ -40,10 +39,8 @@ class Rescheduled:
 def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled:
     """Write the checkpoint ``old`` of ``model`` to the folder ``new`` with the indexers of another schedule.
 
-    Args:
-        old, new: as in :func:`megacpp_mcore.checkpoints.rewrite.rewrite`.
-        model: the trained model, its schedule included.
-        schedule: the new one.
+    ``old`` and ``new`` are as in :func:`megacpp_mcore.checkpoints.rewrite.rewrite`; ``model`` has the schedule that it trained
+    with.
 
     Raises:
         CheckpointError: a layer is to become Full, and there is no indexer to copy; the indexers in ``old`` do not match the

@@ -166,14 +166,10 @@ def train(
     globs: Sequence[str] = (),
     json_key: str = JSON_KEY,
 ) -> HuggingFaceTokenizer:
-    """Train a byte-level BPE on the documents that ``data prepare`` would take, and write it to ``folder``.
+    """Train a byte-level BPE on the documents that ``data prepare`` would take, and write it to ``folder``, which must be new.
 
-    Every text has ids, and these give the text back. :data:`END` ends documents and has id 0.
-
-    Args:
-        inputs, globs, json_key: as for :func:`megacpp_mcore.data.prepare.prepare`.
-        folder: must not exist.
-        vocab_size: number of ids; fewer where the text has no more pairs.
+    Every text has ids, and these give the text back. :data:`END` ends documents and has id 0. There are fewer than
+    ``vocab_size`` ids where the text has no more pairs; other arguments are as for :func:`megacpp_mcore.data.prepare.prepare`.
 
     Raises:
         DataError: the inputs or the folder do not allow it, ``vocab_size`` leaves no room for a pair, or ``tokenizers`` is not
@@ -249,13 +245,10 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
-    """Return the stock tokenizer arguments of a run.
+    """Return the stock tokenizer arguments of a run of ``model``: of a Hugging Face ``folder``, or else of bytes or plain ids.
 
-    Args:
-        model: what is trained.
-        folder: a Hugging Face tokenizer folder; without one, the built-in bytes for a model of their vocabulary, and
-            unconverted ids for any other.
-        data: prefix of the dataset, whose manifest then determines the end-of-document id.
+    Without a folder, a model of the bytes' vocabulary has the built-in bytes, and any other unconverted ids, whose
+    end-of-document id is that in the manifest of the dataset ``data``.
 
     Raises:
         DataError: the folder holds no tokenizer; or as :func:`end_of_document`.

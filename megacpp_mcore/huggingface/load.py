@@ -31,10 +31,7 @@ _EXTRA = "{}_extra_state/shard_{}_{}"
 def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     """Write the weights in ``folder`` to ``checkpoint``, for ``--load`` and ``--finetune``: a run then begins at step 0.
 
-    Args:
-        folder: what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote.
-        checkpoint: must not exist.
-        model: of which ``folder`` has to be.
+    ``folder`` is what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote, of ``model``.
 
     Returns:
         The folder of the release in ``checkpoint``.

@@ -24,10 +24,7 @@ def generate(
 
     Args:
         model: a GPTModel or HybridModel in evaluation mode.
-        prompt: at least one id.
-        count: how many ids at most.
         temperature: divides the logits; 0 selects the likeliest id.
-        seed: for sampling.
         vocabulary: how many of the logits are of ids; others pad the vocabulary.
         end: the id that ends a document.
 

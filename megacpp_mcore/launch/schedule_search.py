@@ -28,11 +28,9 @@ class Round:
 
 
 def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iterator[Round]:
-    """Yield the start, then a schedule with one Full layer fewer each round, until only the first is left.
+    """Yield the start, then a schedule with one Full layer fewer each round, until only the first of ``full`` is left.
 
-    Args:
-        full: the Full layers, ascending; the first one stays.
-        loss: returns the model's loss when the given layers are Full.
+    ``full`` ascends; ``loss`` returns the model's loss when the given layers are Full.
 
     Raises:
         ModelError: no layer is Full, or a loss is not finite.
@@ -56,10 +54,7 @@ def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iter
 
 
 class Schedules:
-    """The DSA schedules that a built model can use with its present weights.
-
-    Args:
-        model: a GPTModel of one chunk, its sparse layers ours.
+    """The DSA schedules that a built GPTModel of one chunk can use with its present weights; its sparse layers are ours.
 
     Raises:
         ModelError: its checkpoint is from the dense warm-up, in which no layer selects keys.

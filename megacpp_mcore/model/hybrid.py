@@ -43,7 +43,6 @@ class Plan:
     """How a model maps to HybridModel; immutable.
 
     Attributes:
-        model: the model.
         text: the hybrid pattern, with the pipeline stages of the layout and the MTP depths.
         slots: the symbols in ``text``, in the order of :func:`slots`, each native or ours, and why.
     """

@@ -32,12 +32,7 @@ def _allowed() -> str:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern.
-
-    Attributes:
-        stages: the letters of each pipeline stage; one entry if the pattern contains no ``|``.
-        mtp: one pattern per multi-token-prediction depth, empty if there are none.
-    """
+    """A parsed pattern: the letters of each pipeline stage (one entry without ``|``), and a pattern per MTP depth."""
 
     stages: tuple[str, ...]
     mtp: tuple[str, ...] = ()
@@ -100,9 +95,7 @@ def parse(text: str) -> Pattern:
 def attention_roles(layers: str, schedule: str) -> tuple[str | None, ...]:
     """Return the role of every layer: ``-``, ``W``, ``F`` or ``S`` for an A layer, None for the others.
 
-    Args:
-        layers: trunk letters, as from :meth:`Pattern.layers`.
-        schedule: one character per A layer (see :data:`ROLES`), tiled over the A layers if shorter.
+    ``schedule`` has one character per A layer of ``layers`` (see :data:`ROLES`), and is tiled over them if shorter.
 
     Raises:
         PatternError: unknown character, a schedule longer than the number of A layers, or a Shared layer without a Full layer

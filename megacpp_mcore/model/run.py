@@ -272,9 +272,7 @@ class Feature:
     """One of Megatron's features that changes speed and not results.
 
     Attributes:
-        name: what users call it.
         field: the field of :class:`Execution`.
-        reason: its benefit.
         obstacle: why a run cannot use it; empty if it can.
     """
 

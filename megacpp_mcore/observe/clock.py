@@ -50,9 +50,7 @@ class Clock:
     Autotuning and lazy compilation may happen in the thread that runs the backward pass while the main thread waits for it.
     So all threads share one stack, and time is charged to the innermost phase, whichever thread entered it.
 
-    Args:
-        now: returns monotonic nanoseconds.
-        age_ns: how long the process had been running when the clock was made; counted as start-up.
+    ``now`` returns monotonic nanoseconds; ``age_ns``, for which the process had been running before, counts as start-up.
     """
 
     def __init__(self, *, now: Callable[[], int] = time.monotonic_ns, age_ns: int = 0) -> None:

@@ -106,8 +106,7 @@ class Listener:
 class Hooked(Listener):
     """A listener with hooks in Megatron's modules, which must not end a forward pass: after an error, none does anything.
 
-    Args:
-        interval: steps between two readings of the device.
+    It reads the device every ``interval`` steps.
 
     Attributes:
         hooks: closed when training ends.
@@ -333,7 +332,6 @@ def read(
     """Return the starts of every rank that left a file in the run's folder, by rank and in their order.
 
     Args:
-        run: the run's folder.
         summarise: called with each rank and its starts as they are read. Then the starts that are returned have no spans, and
             share equal facts: a long run of many ranks does not fit into memory otherwise.
         rank: the only one that is read; None: every one.
@@ -363,12 +361,7 @@ def read(
 
 
 def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
-    """Read the JSON object in the file at ``path``.
-
-    Args:
-        path: the file.
-        expected: what it should be, in words.
-        remedy: what to do if it is damaged.
+    """Read the JSON object in the file at ``path``; what is ``expected`` and the ``remedy`` of damage are words for errors.
 
     Raises:
         DataError: there is no such file, or it holds something else.

@@ -149,10 +149,8 @@ def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
 def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
     """Return the class of time in a phase.
 
-    Args:
-        phase: the phase.
-        is_kept: whether it belongs to a step that ended and that no later start repeated.
-        after_death: whether the start continues what a death interrupted.
+    ``is_kept``: it belongs to a step that ended and that no later start repeated; ``after_death``: the start continues what a
+    death interrupted.
     """
     if phase == Phase.STEP:
         return PRODUCTIVE if is_kept else LOST

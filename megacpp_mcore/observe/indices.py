@@ -89,11 +89,7 @@ class IndexOverlap(Hooked):
 
 
 def overlap(one_BRN: Any, other_BRN: Any) -> float:
-    """Return the share of the keys in ``other`` that are also in ``one``.
-
-    Args:
-        one_BRN, other_BRN: selected keys, ``[B, R, N]``, of any number of them; entries below 0 select nothing.
-    """
+    """Return the share of keys in ``other`` that are also in ``one``, both ``[B, R, N]``; entries below 0 select nothing."""
     import torch
 
     sorted_BRN = one_BRN.sort(-1).values

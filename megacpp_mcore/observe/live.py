@@ -69,10 +69,8 @@ def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None 
 class Live(Listener):
     """Shows a run while it trains; made on the last rank.
 
-    Args:
-        recorder: records this rank's goodput; must come before this listener.
-        receipt: the run's, with what it knows of the loop, the experts' tokens and the selections.
-        console: ``progress`` or ``stock``: whether a line is printed for each.
+    ``recorder``, of this rank's goodput, must come before this listener. ``console``: ``progress`` prints a line a step,
+    ``stock`` none. ``receipt`` knows the loop, the experts' tokens and the selections.
     """
 
     def __init__(self, recorder: Recorder, receipt: ReceiptWriter, console: str = "progress") -> None:

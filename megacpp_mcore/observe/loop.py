@@ -88,12 +88,9 @@ class Notifier:
         self.notify(lambda listener: listener.on_step_begin(number))
 
     def notify_step(self, given: Mapping[str, Any], number: int, tokens: int) -> None:
-        """Report a logged step.
+        """Report the logged step ``number``, 1-based, with the ``tokens`` trained on since step 0.
 
-        Args:
-            given: the arguments of ``training_log``, by name; the losses that it computes itself are in :attr:`scalars`.
-            number: the step's number, 1-based.
-            tokens: trained on since step 0.
+        ``given``: the arguments of ``training_log``, by name; the losses that it computes itself are in :attr:`scalars`.
         """
         if self._resumed_at is None:
             self._resumed_at = number - 1

@@ -97,12 +97,7 @@ def choose(
 
 @contextlib.contextmanager
 def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | None = None) -> Iterator[None]:
-    """Record what Megatron does in this process as ``chosen`` says, until the context ends.
-
-    Args:
-        chosen: what is recorded, and where.
-        launched: the launch policy.
-        trained_by: the loop that trains; None: stock Megatron's.
+    """Record what Megatron does in this process as ``chosen`` says, until the context ends; ``trained_by``: None: stock's loop.
 
     Raises:
         DataError: the folder cannot be written to, or holds something else.

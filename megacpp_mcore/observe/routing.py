@@ -20,12 +20,7 @@ from megacpp_mcore.observe.events import Hooked, Step
 
 @dataclass(frozen=True)
 class Load:
-    """The load of one layer's experts.
-
-    Attributes:
-        tokens: assignments that each expert received.
-        asked: assignments that the routers requested, top-k a token.
-    """
+    """The load of one layer's experts: assignments that each received, and those that routers requested, top-k a token."""
 
     tokens: tuple[int, ...]
     asked: int

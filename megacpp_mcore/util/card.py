@@ -81,8 +81,7 @@ def reader() -> _Read:
 class Samples:
     """Samples of the GPU's clock and power, the last few thousand; a thread takes them, so that no step waits for NVML.
 
-    Attributes:
-        read: reads one; None: nothing is sampled.
+    ``read`` reads one; None: nothing is sampled.
     """
 
     def __init__(self) -> None:

@@ -10,10 +10,7 @@ from collections.abc import Iterable, Sequence
 def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> str:
     """Return ``did you mean 'a' or 'b'? known: a, b, c``; without the question if no name is near.
 
-    Args:
-        word: the unknown name.
-        known: the known names.
-        meant: suggestions to use instead of names with similar spelling.
+    ``meant`` are suggestions to use instead of names with similar spelling.
     """
     names = list(known)
     return f"{_question(meant or _near(word, names))}known: {', '.join(names) or 'none'}"

@@ -11,12 +11,9 @@ from unittest import mock
 
 
 def stand_in(holder: Any, name: str, run: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Within the context, redirect every call of the function ``name`` of ``holder`` to ``run``.
+    """Within the context, redirect calls of function ``name`` of ``holder`` to ``run``, which gets it, then their arguments.
 
-    Args:
-        holder: a module, a class, or a single object, whose class is not changed.
-        name: of the function there.
-        run: called with the replaced function, followed by the call's own arguments.
+    ``holder`` is a module, a class, or a single object, whose class is not changed.
 
     Raises:
         AttributeError: there is no such function.

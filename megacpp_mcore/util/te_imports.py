@@ -110,10 +110,8 @@ def cudnn_home(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable by which Transformer Engine, not imported yet, loads the cuDNN that torch has loaded.
 
     By itself it prefers one of the system (2.20.2, ``common/__init__.py``: ``_load_cuda_library``). One of another version
-    finds torch's parts in place of its own, refuses them, and attention runs unfused without a word.
-
-    Args:
-        environment: the process's; what a user has set there is left.
+    finds torch's parts in place of its own, refuses them, and attention runs unfused without a word. What a user has set in
+    ``environment`` is left.
     """
     folder = None if host.version("transformer-engine") is None else host.loaded_from("libcudnn")
     return {} if folder is None or {CUDNN_HOME, "CUDNN_PATH"} & environment.keys() else {CUDNN_HOME: str(folder)}

@@ -16,13 +16,7 @@ PRECISIONS = ("fp8", "bf16", "tf32", "fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """A named peak, or why there is none.
-
-    Attributes:
-        name: device and precision, e.g. ``H200 SXM, bf16 dense``.
-        flops_per_s: FLOP/s; None if unknown.
-        reason: why unknown; otherwise None.
-    """
+    """A named peak (``H200 SXM, bf16 dense``) in FLOP/s, or the reason why it is not known."""
 
     name: str
     flops_per_s: float | None = None

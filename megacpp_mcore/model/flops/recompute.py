@@ -90,13 +90,9 @@ class Recomputation:
 
 
 def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence[range] | None = None) -> Step:
-    """Count the recomputed work of ``counted`` under ``how``, all of it as ``forward`` work.
+    """Count the recomputed work of ``counted``, a step of ``model``, under ``how``, all of it as ``forward`` work.
 
-    Args:
-        model: what ``counted`` counts.
-        counted: from :func:`megacpp_mcore.model.flops.step`.
-        how: the run's settings.
-        chunks: the 1-based layer numbers of each pipeline or virtual stage, for ``block``; None: a single stage.
+    ``chunks`` are the 1-based layer numbers of each pipeline or virtual stage, for ``block``; None: a single stage.
 
     Raises:
         ModelError: MTP under ``uniform`` with more than one layer per unit, which Megatron refuses.

@@ -45,11 +45,9 @@ def by_precision(
     gradient: bool = True,
     predicted: Collection[str] = (),
 ) -> dict[str, Families]:
-    """Split ``step`` by the precision whose peak applies; the parts sum to the whole.
+    """Split ``step``, or its recomputed work, by the precision whose peak applies; the parts sum to the whole.
 
     Args:
-        model: what is counted.
-        step: a count, or its recomputed work.
         plan: the run's precision.
         tf32: whether fp32 matrix products may run on tensor cores (``torch.backends.cuda.matmul.allow_tf32``).
         experts: the numbers of layers whose routed experts run in FP8, where ``plan`` does not name them.
@@ -94,8 +92,6 @@ class Utilisation:
     """How well a step used its devices.
 
     Attributes:
-        step_time_s: seconds of the step.
-        devices: number of devices.
         model_flops: model FLOPs of the step over all devices, by precision.
         hardware_flops: the same including recompute.
         peaks: the peak of each precision.

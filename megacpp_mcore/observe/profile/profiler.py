@@ -35,15 +35,11 @@ _NO_KERNEL = (
 
 
 class Profiler(Listener):
-    """Profiles the steps ``first`` to ``last`` of this rank.
+    """Profiles the steps ``first`` to ``last`` of this rank, 1-based; a run that resumes inside this window profiles the rest.
 
-    Args:
-        run: the run's folder.
-        rank: of this process; ranks other than 0 have a folder of their own in the profile's (``rank_00003``).
-        first, last: the window, 1-based. A run that resumes inside it profiles the rest.
-        trace: whether to also write ``trace.json.gz`` for a trace viewer. It is large: about 300 bytes an event before and
-            20 after compression.
-        clock: the process's; opening the window and making its tables count as :attr:`Phase.PROFILE`.
+    Ranks other than 0 have a folder of their own in the profile's (``rank_00003``). Opening the window and making its tables
+    count as :attr:`Phase.PROFILE`. ``trace`` also writes ``trace.json.gz`` for a trace viewer. It is large: about 300 bytes an
+    event before and 20 after compression.
     """
 
     def __init__(self, run: Path, rank: int, first: int, last: int, clock: Clock, *, trace: bool = False) -> None:
@@ -127,12 +123,7 @@ class Profiler(Listener):
 
 
 class FamilyRanges(Listener):
-    """Opens the ranges in the steps of Megatron's own ``--profile``: its ``emit_nvtx`` makes them NVTX ranges.
-
-    Args:
-        loop: the loop that trains, whose arguments say which steps.
-        rank: of this process.
-    """
+    """Opens the ranges in the steps of Megatron's own ``--profile``: its ``emit_nvtx`` makes them NVTX ranges."""
 
     def __init__(self, loop: Loop, rank: int) -> None:
         self._loop, self._rank = loop, rank

@@ -68,12 +68,7 @@ class Op(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Work on a device: a kernel, a copy, a fill.
-
-    Attributes:
-        operator: the correlation of the operator that launched it, 0 where none was open.
-        launch: the correlation of the launch.
-    """
+    """Work on a device (a kernel, a copy, a fill), with the correlations of its operator (0: none was open) and its launch."""
 
     start_ns: int
     end_ns: int
@@ -129,12 +124,7 @@ _PHASES = {"optimizer": OPTIMIZER, "gradients": BACKWARD}
 
 
 class Place(NamedTuple):
-    """Where an event belongs.
-
-    Attributes:
-        label: one of our ranges without its prefix (``A/3``, ``head``); None for none.
-        phase: one of the names above.
-    """
+    """Where an event belongs: one of our ranges without its prefix (``A/3``, ``head``; None: none), and a phase."""
 
     label: str | None
     phase: str

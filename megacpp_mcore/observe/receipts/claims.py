@@ -31,11 +31,9 @@ class _Unjudged(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """The facts to be judged.
+    """The facts to be judged: a receipt's values by path, the recorded steps, and what follows from them.
 
     Attributes:
-        values: a receipt's values by path.
-        steps: the recorded steps.
         tokens: of each step where they are known, by its number.
         seconds: of each measured step, by its number.
         compiled: nanoseconds of compilation of those measured steps that compiled.

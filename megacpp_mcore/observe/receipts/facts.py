@@ -99,8 +99,7 @@ def at_start(launched: LaunchPolicy) -> Facts:
 def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> Callable[..., None]:
     """Add to ``facts`` what is known from the arguments of the run that ``loop`` trains, and from the model's chunks.
 
-    Returns:
-        A function that adds the FLOPs of a step to facts, given the attention pairs of its packed documents.
+    Returns a function that adds the FLOPs of a step to facts, given the attention pairs of its packed documents.
     """
     args, config = loop.arguments(), built.bare(chunks[0]).config
     recomputation = Recomputation.of_run(config, settings.recompute if settings is not None else None)

@@ -320,11 +320,7 @@ class Facts:
             self.miss(f"{type(error).__name__}: {error}", path)
 
     def receipt(self, otherwise: str) -> dict[str, Any]:
-        """Return the receipt of what is known, every field in its order.
-
-        Args:
-            otherwise: the reason given for fields that are neither known nor noted as unknown.
-        """
+        """Return the receipt of what is known, every field in its order; ``otherwise``: the reason for fields without any."""
         receipt: dict[str, Any] = {}
         null = [path for path in BY_PATH if self.values.get(path) is None and path != "unknown"]
         unexplained = [path for path in null if why_unknown(path, self.unknown) is None]

@@ -41,12 +41,8 @@ class ReceiptWriter(Listener):
     It must be the last of the listeners: at the end it reads what the others wrote.
 
     Args:
-        log: the process's log.
         settings: the file that ``MEGACPP_CONFIG`` names, where the run's spec is one of ours.
-        launched: the launch policy.
-        routes: counts the experts' tokens; it reads the device, and this listener takes its last reading.
-        indices: samples the selections of Full layers, likewise.
-        loop: the loop that trains.
+        routes, indices: listeners that read the device; this one takes their last reading.
         every_s: least number of seconds between two writings, as a file system may be slow and must not be felt.
     """
 

@@ -6,10 +6,10 @@ It is stored in the checkpoint's content metadata, which Megatron provides for s
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
@@ -45,15 +45,9 @@ _SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", 
 _weights_alone = False
 
 
-@contextlib.contextmanager
-def load_into(optimizer: Any) -> Iterator[None]:
+def load_into(optimizer: Any) -> AbstractContextManager[Any]:
     """While Megatron's loop loads a checkpoint without an ``optimizer``, as a teacher's, refuse nothing for its state."""
-    global _weights_alone
-    before, _weights_alone = _weights_alone, optimizer is None
-    try:
-        yield
-    finally:
-        _weights_alone = before
+    return mock.patch(f"{__name__}._weights_alone", optimizer is None)
 
 
 def recorded(model: Model) -> dict[str, Any]:
@@ -235,11 +229,9 @@ def _arguments() -> Any:
 
 
 def check_version(prefix: str, version: int | None) -> None:
-    """Check a mixer's part of a plain ``state_dict``, as saved by ``--ckpt-format torch``.
+    """Check a mixer's part, keys under ``prefix``, of a plain ``state_dict``, as saved by ``--ckpt-format torch``.
 
-    Args:
-        prefix: of the mixer's keys.
-        version: the module version recorded by torch; None if the state was not read from such a file.
+    ``version`` is the module version recorded by torch; None if the state was not read from such a file.
 
     Raises:
         CheckpointError: the layout differs.

@@ -68,9 +68,7 @@ def _warn_of_activations(run: Run, gpu_bytes: int) -> None:
     )
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning("%s", text)
+_warn_once = functools.cache(logger.warning)
 
 
 def mamba_keeps(run: Run | None) -> str | None:

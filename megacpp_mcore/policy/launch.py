@@ -7,6 +7,8 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import Recompute
@@ -92,11 +94,9 @@ def resolve(
     launched: bool = True,
     tf32_products: bool = False,
 ) -> LaunchPolicy:
-    """Decide the policy of ``run``.
+    """Decide the policy of ``run`` in the process's ``environment``.
 
     Args:
-        run: what is trained.
-        environment: the process's.
         recipe: environment variables that a recipe requests.
         from_recipe: whether the run's arguments are a recipe's and not the user's.
         launched: whether what is decided here will be set; otherwise the run has its environment as it is.
@@ -124,7 +124,10 @@ def resolve(
             *policy_values.caches(run, lookup, speed),
             *policy_values.cudnn(run, lookup),
             policy_values.blocking(lookup, taxes),
-            *policy_values.dynamo(compile_disabled_by(environment)),
+            *(
+                Value(name=name, value="1", source=USER, note="torch.compile does nothing")
+                for name in compile_disabled_by(environment)
+            ),
             *policy_values.logs(lookup, observability),
             policy_values.recompute(run, families, given="recompute" in given, arguments=arguments),
             policy_values.graphs(run, arguments),
@@ -141,28 +144,15 @@ def resolve(
 _announced = False
 
 
-@contextlib.contextmanager
-def announced() -> Iterator[None]:
+def announced() -> contextlib.AbstractContextManager[Any]:
     """Within the context, take this process's policy for printed: :func:`announce` prints nothing."""
-    global _announced
-    before, _announced = _announced, True
-    try:
-        yield
-    finally:
-        _announced = before
+    return mock.patch(f"{__name__}._announced", True)
 
 
 def announce(
     run: Run, *, environment: Mapping[str, str], say: Callable[[str], None], tf32_products: bool = False
 ) -> None:
-    """Print the policy of a run that the launcher has not started, line by line, once per process.
-
-    Args:
-        run: what is trained.
-        environment: the process's.
-        say: prints a line.
-        tf32_products: as :func:`resolve` takes it.
-    """
+    """Print the policy of a run that the launcher has not started, by ``say``, line by line, once per process."""
     global _announced
     if _announced:
         return

@@ -34,13 +34,11 @@ _EXPANDABLE = "expandable_segments:True"
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """One value of the policy.
+    """One value of the policy: of an environment variable, or of a planned item.
 
     Attributes:
-        name: an environment variable, or the planned item.
         value: what it will be; None: left unset.
         source: :data:`USER`, :data:`RECIPE` or :data:`DEFAULT`.
-        note: what it is for.
         warning: how the environment contradicts it, else empty.
         variable: whether it is an environment variable.
     """
@@ -55,10 +53,9 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """Looks up variables, and who has set them.
+    """Looks up variables in the process's environment, and who has set them.
 
     Attributes:
-        environment: the process's.
         recipe: the variables that a recipe requests.
         launched: whether what is decided will be set; otherwise a default stays unset, and the note says what it would be.
     """
@@ -68,13 +65,10 @@ class Lookup:
     launched: bool
 
     def find(self, name: str, *, default: str | None = None, note: str = "", refused: str = "") -> Value:
-        """Return the value of a variable: the user's, else the recipe's, else ``default``.
+        """Return the value of a variable: the user's, else the recipe's, else ``default`` (None: nothing is set), with a
+        ``note``.
 
-        Args:
-            name: the variable.
-            default: what this package sets if neither has set it; None: nothing.
-            note: what it is for.
-            refused: the warning if the user or the recipe has set it.
+        ``refused`` is the warning if the user or the recipe has set it.
         """
         if name in self.environment:
             found, wanted = self.environment[name], self.recipe.get(name)
@@ -238,11 +232,6 @@ def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
         refused = "experimental_taxes.blocking_launches asks for 1"
     default = "1" if taxes.blocking_launches else None
     return lookup.find(name, default=default, note="1 makes every launch wait", refused=refused)
-
-
-def dynamo(disabled: tuple[str, ...]) -> tuple[Value, ...]:
-    """List the variables that turn torch.compile off."""
-    return tuple(Value(name=name, value="1", source=USER, note="torch.compile does nothing") for name in disabled)
 
 
 def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
+
+from megacpp_mcore.util.stand_in import stand_in
 
 TAIL_LINES = 15
 """Lines of the file that are shown when the process fails."""
@@ -35,7 +38,6 @@ def redirected(file: Path) -> Iterator[None]:
     What C and C++ libraries write, such as the last words of an aborted process, stays there: the redirection is of
     ``sys.stdout``, ``sys.stderr`` and torch's log handlers.
     """
-    global _stdout
     # Left open: log handlers that Megatron makes meanwhile keep it for the rest of the process.
     log = file.open("a", buffering=1, encoding="utf-8", errors="replace")
     with contextlib.ExitStack() as stack:
@@ -48,25 +50,20 @@ def redirected(file: Path) -> Iterator[None]:
         ours = logging.getLogger("megacpp_mcore")
         ours.addHandler(handler)
         stack.callback(ours.removeHandler, handler)
-        stack.callback(setattr, warnings, "showwarning", warnings.showwarning)
-        warnings.showwarning = _shown(warnings.showwarning)
-        stack.callback(setattr, sys.modules[__name__], "_stdout", _stdout)
-        _stdout = sys.stdout
+
+        def shown(
+            write: Any, message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any
+        ) -> None:
+            write(message, category, filename, *more, **named)
+            is_theirs = category is UserWarning and "/megatron/training/" in Path(filename).as_posix()
+            if is_theirs and os.environ.get("RANK", "0") == "0" and not str(message).startswith(_USUAL):
+                say(f"Megatron: {message}")
+
+        stack.enter_context(stand_in(warnings, "showwarning", shown))
+        stack.enter_context(mock.patch(f"{__name__}._stdout", sys.stdout))
         stack.enter_context(contextlib.redirect_stdout(log))
         stack.enter_context(contextlib.redirect_stderr(log))
         yield
-
-
-def _shown(write: Any) -> Any:
-    """Return ``warnings.showwarning`` that shows what :func:`redirected` says, and goes on by ``write``."""
-
-    def showwarning(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
-        write(message, category, filename, *more, **named)
-        is_theirs = category is UserWarning and "/megatron/training/" in Path(filename).as_posix()
-        if is_theirs and os.environ.get("RANK", "0") == "0" and not str(message).startswith(_USUAL):
-            say(f"Megatron: {message}")
-
-    return showwarning
 
 
 def tail(file: Path) -> str:

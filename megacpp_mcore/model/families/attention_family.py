@@ -331,10 +331,6 @@ def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:
     }
 
 
-def _no_context(shape: Shape, tensor: int, context: int, *_: object) -> str:
-    return not_shared("attention heads", shape.heads, tensor, context)
-
-
 _SLOTS = (
     Slot(FULL_MLA, "mla_layer", "multi-head latent attention", True,
          "stock MLASelfAttention; the core attention is ours, as stock's takes no unequal head widths without Transformer "
@@ -353,7 +349,7 @@ ATTENTION = Family(
     part="A attention",
     group="attention",
     fields=("mla", "dsa"),
-    no_context=_no_context,
+    no_context=lambda shape, tensor, context, *_: not_shared("attention heads", shape.heads, tensor, context),
     slots=_SLOTS,
     parameters=_parameters,
     works=("attention_projections", "attention_core", "indexer"),

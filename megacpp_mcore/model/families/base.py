@@ -133,8 +133,7 @@ class Argument:
 
     Attributes:
         words: command-line words; empty if Megatron's default is the right value.
-        field: the field of Megatron's configuration that the argument sets.
-        expected: the value that field must have.
+        field: the field of Megatron's configuration that the argument sets, and that must be as ``expected``.
         remedy: what to change on the command line otherwise.
     """
 
@@ -197,10 +196,6 @@ class Slot:
     why: str
 
 
-def _no_context(_: Shape, __: int, context: int, *___: Any) -> str:
-    return "a family of its layers cannot share a sequence" if context > 1 else ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of layers; each function takes the :class:`Shape` and the family's own sizes, in the order of ``fields``.
@@ -247,7 +242,9 @@ class Family:
     work: Callable[..., dict[str, Work]]
     check: Callable[..., None] = lambda *_: None
     check_layout: Callable[..., None] = lambda *_: None
-    no_context: Callable[..., str] = _no_context
+    no_context: Callable[..., str] = lambda _, __, context, *___: (
+        "a family of its layers cannot share a sequence" if context > 1 else ""
+    )
     arguments: Callable[..., Sequence[Argument]] = lambda *_: ()
     without: Sequence[Argument] = ()
     in_fp32: str = ""

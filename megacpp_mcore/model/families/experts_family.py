@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.model.families.base import (
@@ -109,10 +108,6 @@ def _arguments(shape: Shape, moe: MoE) -> Sequence[Argument]:
     ]
 
 
-def _scoped(*_: Any) -> tuple[str, Work]:
-    return "shared_experts", Work()
-
-
 def _card(_: Shape, moe: MoE) -> dict[str, str]:
     return {
         "experts, top-k": f"{moe.experts}, {moe.topk}",
@@ -142,7 +137,7 @@ EXPERTS = Family(
     recomputed=("routed_experts",),
     repeated_by=frozenset({"moe", "moe_act"}),
     fp8="shared_experts",
-    scoped=_scoped,
+    scoped=lambda *_: ("shared_experts", Work()),
     card=_card,
     papers=(("E", "routed and shared experts, balanced by a bias of each", "DeepSeek-V3", "2412.19437"),),
 )

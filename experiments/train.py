@@ -48,9 +48,10 @@ from megacpp_mcore.model import Layout, Model, memory, preset, with_overrides
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import DEFAULT_MODEL_CLASS, Training
 from megacpp_mcore.observe import receipts
+from megacpp_mcore.observe.events import Step
 from megacpp_mcore.observe.profile import table as profiles
 from megacpp_mcore.observe.receipts.fields import RESIDENT
-from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.observe.steps import read_steps
 from megacpp_mcore.settings import load as load_settings
 from megacpp_mcore.util import flags
 from megacpp_mcore.util.nearest import nearest

@@ -12,8 +12,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from megacpp_mcore.checkpoints.folder import TRACKER, iteration_folder, read_tracker
 from megacpp_mcore.checkpoints.integrity import MANIFEST, METADATA, damages, read_metadata, write_manifest
 from megacpp_mcore.checkpoints.layout import RESAVE
@@ -56,7 +54,20 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
             f"{folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
             f"told apart; {RESAVE}, or without the optimizer with --no-save-optim"
         )
-    renamed = _renamed(metadata, plan(folder, tuple(metadata.state_dict_metadata)))
+    changes = plan(folder, tuple(metadata.state_dict_metadata))
+    # Several names may be of the same bytes, and bytes without a name are not read.
+    renamed = dataclasses.replace(
+        metadata,
+        planner_data=None,
+        state_dict_metadata={
+            new: entry for old, entry in metadata.state_dict_metadata.items() for new in changes.get(old, [old])
+        },
+        storage_data={
+            dataclasses.replace(index, fqn=new): place
+            for index, place in metadata.storage_data.items()
+            for new in changes.get(index.fqn, [index.fqn])
+        },
+    )
     with new_folder(new) as unfinished:
         target = unfinished / folder.name
         # Without modes: what cannot be written in the old folder can be in the new one.
@@ -90,19 +101,3 @@ def newest_iteration(old: Path) -> Path:
     if any(folder.glob("mp_rank_*")):
         raise CheckpointError(f"{folder} is in the format torch, which is sharded like its run; {RESAVE}")
     return folder.absolute()
-
-
-def _renamed(metadata: Metadata, changes: Changes) -> Metadata:
-    """Return ``metadata`` with other names; several may be of the same bytes, and bytes without a name are not read."""
-    return dataclasses.replace(
-        metadata,
-        planner_data=None,
-        state_dict_metadata={
-            new: entry for old, entry in metadata.state_dict_metadata.items() for new in changes.get(old, [old])
-        },
-        storage_data={
-            dataclasses.replace(index, fqn=new): place
-            for index, place in metadata.storage_data.items()
-            for new in changes.get(index.fqn, [index.fqn])
-        },
-    )

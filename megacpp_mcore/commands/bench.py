@@ -101,7 +101,12 @@ def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Opt
     """Make the options of each benchmark, all checked before the first one runs."""
     if len(chosen) > 1 and args.set:
         raise BenchmarkError(f"--set is for one benchmark; {len(chosen)} are named")
-    changes = dict(_change(word) for word in args.set)
+    changes = {}
+    for word in args.set:
+        name, _, value = word.partition("=")
+        if not value.isdecimal():
+            raise BenchmarkError(f"--set takes KEY=N with a whole number, found {word!r}")
+        changes[name] = int(value)
     return {
         one.name: Options(
             device=args.device,
@@ -112,10 +117,3 @@ def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Opt
         )
         for one in chosen
     }
-
-
-def _change(word: str) -> tuple[str, int]:
-    name, _, value = word.partition("=")
-    if not value.isdecimal():
-        raise BenchmarkError(f"--set takes KEY=N with a whole number, found {word!r}")
-    return name, int(value)

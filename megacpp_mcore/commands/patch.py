@@ -66,7 +66,11 @@ def run(args: argparse.Namespace) -> int:
     elif args.patch_action == "revert":
         _print_outcome(checkout, checkout.revert(names), "reverted", "not applied")
     elif args.patch_action == "verify":
-        _verify(checkout, names, installed=args.checkout is None)
+        if args.checkout is None and not checkout.content().names:  # of the installed Megatron
+            refuse(f"not every patch fits megatron-core {checkout.version}", checkout.unfit(names))
+            print(f"the patches fit megatron-core {checkout.version} in {checkout.root}; none is hooked into its files")
+        else:
+            print(f"{checkout.root} is hooked as it should be, for: {', '.join(checkout.verify(names))}")
     else:
         sys.stdout.buffer.write(checkout.export(names))
     return 0
@@ -128,11 +132,3 @@ def _print_outcome(checkout: Checkout, outcome: Outcome, done: str, left: str) -
         print("nothing was changed")
     hooked = ", ".join(outcome.hooked) or "no patch"
     print(f"{checkout.root} (megatron-core {checkout.version}) is hooked for: {hooked}")
-
-
-def _verify(checkout: Checkout, names: Sequence[str] | None, *, installed: bool) -> None:
-    if installed and not checkout.content().names:
-        refuse(f"not every patch fits megatron-core {checkout.version}", checkout.unfit(names))
-        print(f"the patches fit megatron-core {checkout.version} in {checkout.root}; none is hooked into its files")
-    else:
-        print(f"{checkout.root} is hooked as it should be, for: {', '.join(checkout.verify(names))}")

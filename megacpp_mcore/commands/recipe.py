@@ -194,34 +194,24 @@ def _recompute_words(how: Recomputation) -> str:
     return "; ".join(words) or "recompute nothing"
 
 
-def described(model: Model) -> dict[str, Any]:
-    """Return the definition of ``model`` with derived values, ready for JSON."""
-    return model.record() | {
+def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Return the model or recipe called ``name``, ready for JSON; a model with the values that ``words`` set."""
+    model, recipe = _changed_model(name, words), _recipe(name)
+    held = memory.states(recipe.run if recipe else Run(model))
+    described = model.record() | {
         "layers": model.layers,
         "attention_roles": {number: role for number, role in enumerate(model.roles, 1) if role},
         "hybrid_layer_pattern": hybrid.plan(model).text,
         "parameters": model.parameters() | {"total": sum(model.parameters().values())},
-        "states_bytes": _states_bytes(Run(model)),
+        "states_bytes": {} if held is None else dataclasses.asdict(held) | {"total": held.total},
     }
-
-
-def _states_bytes(run: Run) -> dict[str, int]:
-    """Count bytes of states that a GPU holds from step to step, activations excluded; none if they are not known."""
-    held = memory.states(run)
-    return {} if held is None else dataclasses.asdict(held) | {"total": held.total}
-
-
-def _shown(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the model or recipe called ``name``; a model with the values that ``words`` set."""
-    model, recipe = described(_changed_model(name, words)), _recipe(name)
     if recipe is None:
-        return model
+        return described
     training = dataclasses.asdict(recipe.run.training)
     plan = {key: value for key, value in training.items() if not isinstance(value, tuple)}
-    layout = dataclasses.asdict(recipe.run.layout)
-    model["states_bytes"] = _states_bytes(recipe.run)
     plan["settings"] = recipe.settings and str(recipe.settings)
-    return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": model}
+    layout = dataclasses.asdict(recipe.run.layout)
+    return {"name": name, "processes": recipe.processes, "layout": layout, "training": plan, "model": described}
 
 
 def _changed_model(name: str, words: Sequence[str]) -> Model:
@@ -309,9 +299,12 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
 
     options = {field: f"--{option}" for option, (field, _) in _OF_TRAINING.items() if field not in changes.training}
+    # A model without a recipe: the tiny ones are for a laptop, the others for GPUs.
+    device = of_training.get("device", "cpu" if name.startswith("nam56r_tiny") else "cuda")
+    usual = Training(device="cpu", precision="fp32", transformer_impl="local") if device == "cpu" else Training()
     with named_as(options):
         training = dataclasses.replace(
-            recipe.run.training if recipe else _usual_training(name, of_training),
+            recipe.run.training if recipe else usual,
             data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
             tokenizer=tokenizer_words(model, args.tokenizer, args.data),
             **of_training,
@@ -375,13 +368,6 @@ def _once(args: argparse.Namespace, values: Mapping[str, Any], fields: Mapping[s
         if given is not None:
             found[field] = given
     return found
-
-
-def _usual_training(name: str, values: Mapping[str, Any]) -> Training:
-    """Return the training plan of a model without a recipe: the tiny ones are for a laptop, the others for GPUs."""
-    if values.get("device", "cpu" if name.startswith("nam56r_tiny") else "cuda") == "cpu":
-        return Training(device="cpu", precision="fp32", transformer_impl="local")
-    return Training()
 
 
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:

@@ -261,44 +261,39 @@ def verify_for_training(
     and inode of the file stay the same.
 
     Args:
-        prefixes: paths without suffix.
         vocab_size: number of ids that the model embeds (padding of the vocabulary may be counted in).
         eod_id: the end-of-document id that training uses; None when it does not matter.
-        tokenizer_checksum: :meth:`Tokenizer.checksum` of the tokenizer that training names; None when it names none.
-            It is compared where the manifest has one too.
+        tokenizer_checksum: :meth:`Tokenizer.checksum` of training's tokenizer, compared where the manifest has one; None:
+            unnamed.
 
     Raises:
         DataError: names the file, what was found, what was expected.
     """
     for prefix in prefixes:
-        _check_fit(prefix, verify(prefix, _hash_once), vocab_size, eod_id, tokenizer_checksum)
-
-
-def _check_fit(prefix: str, manifest: Manifest, vocab_size: int, eod_id: int | None, checksum: str | None) -> None:
-    """Refuse a run whose tokenizer, vocabulary or end of document differs from the dataset's."""
-    made_by = manifest.tokenizer
-    if checksum is not None and made_by["checksum"] not in (None, checksum):
-        raise DataError(
-            f"{prefix}.bin was made with the {made_by['kind']} tokenizer of checksum {made_by['checksum'][:12]}, and "
-            f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
-            "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
-            f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}",
-            code="tokenizer",
-        )
-    needed = max(manifest.max_token_id + 1, made_by["vocab_size"] or 0)
-    if needed > vocab_size:
-        raise DataError(
-            f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
-            f"least {needed}, or prepare the dataset with the model's tokenizer",
-            code="vocabulary",
-        )
-    if eod_id is not None and made_by["eod_id"] not in (None, eod_id):
-        raise DataError(
-            f"{prefix}.bin ends its documents with id {made_by['eod_id']}, and training uses {eod_id} as end of document; name "
-            f"the dataset where the command is made (recipe emit --data {prefix}), or pass --null-tokenizer-eod-id "
-            f"{made_by['eod_id']}; otherwise prepare it again with the tokenizer of training",
-            code="end-of-document",
-        )
+        manifest, checksum = verify(prefix, _hash_once), tokenizer_checksum
+        made_by = manifest.tokenizer
+        if checksum is not None and made_by["checksum"] not in (None, checksum):
+            raise DataError(
+                f"{prefix}.bin was made with the {made_by['kind']} tokenizer of checksum {made_by['checksum'][:12]}, and "
+                f"training names one of checksum {checksum[:12]}; expected the same, or its ids mean other text: name the "
+                "tokenizer that made the dataset, or prepare the dataset with this one. If this one gives every text the "
+                f"same ids, delete {manifest_path(prefix)} and run megacpp-mcore data verify --adopt --tokenizer DIR {prefix}",
+                code="tokenizer",
+            )
+        needed = max(manifest.max_token_id + 1, made_by["vocab_size"] or 0)
+        if needed > vocab_size:
+            raise DataError(
+                f"{prefix}.bin was made with {needed} token ids, and the model embeds {vocab_size}; set --vocab-size to at "
+                f"least {needed}, or prepare the dataset with the model's tokenizer",
+                code="vocabulary",
+            )
+        if eod_id is not None and made_by["eod_id"] not in (None, eod_id):
+            raise DataError(
+                f"{prefix}.bin ends its documents with id {made_by['eod_id']}, and training uses {eod_id} as end of document; "
+                f"name the dataset where the command is made (recipe emit --data {prefix}), or pass --null-tokenizer-eod-id "
+                f"{made_by['eod_id']}; otherwise prepare it again with the tokenizer of training",
+                code="end-of-document",
+            )
 
 
 def _mismatch(path: str, found: str, expected: str) -> DataError:

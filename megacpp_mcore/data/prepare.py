@@ -122,8 +122,6 @@ def prepare(
             relative path (of its text for a JSON line), so it never changes sides.
         json_key: the key of the text in JSON lines, the column of tables.
         globs: file names to take from folders instead of :data:`megacpp_mcore.data.sources.DEFAULT_GLOBS`.
-        workers: processes that tokenize.
-        overwrite: replace existing datasets.
         skip_errors: list undecodable files and lines in the manifest instead of raising.
 
     Raises:
@@ -165,7 +163,11 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
             _refuse_existing(plan)
             built = _build(plan, folder, workers)
             with _ignored_interrupts():
-                _move(plan, built)
+                for prefix in plan.prefixes:  # a manifest marks a dataset as complete: removed first, moved last
+                    Path(manifest_path(prefix)).unlink(missing_ok=True)
+                for suffix in (".bin", ".idx", ".manifest.json"):
+                    for new, prefix in zip(built, plan.prefixes, strict=True):
+                        os.replace(new + suffix, prefix + suffix)
     except OSError as error:
         raise DataError(
             f"{error.filename or plan.output}: {error.strerror}; expected a writable output folder with room: run it again"
@@ -284,15 +286,6 @@ def _reported(results: Iterable[tuple[Piece, Encoded]], sources: Sequence[Source
             shown = time.monotonic()
             show()
     show()
-
-
-def _move(plan: Plan, built: Sequence[str]) -> None:
-    """Move the datasets into place; the manifests, which mark them as complete, are removed first and moved last."""
-    for prefix in plan.prefixes:
-        Path(manifest_path(prefix)).unlink(missing_ok=True)
-    for suffix in (".bin", ".idx", ".manifest.json"):
-        for new, prefix in zip(built, plan.prefixes, strict=True):
-            os.replace(new + suffix, prefix + suffix)
 
 
 def _encode_all(plan: Plan, pieces: Iterator[Piece], workers: int) -> Generator[tuple[Piece, Encoded]]:

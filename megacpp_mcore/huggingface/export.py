@@ -35,14 +35,12 @@ TOKENIZER = (
 
 
 def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None, shard_bytes: int) -> Path:
-    """Write the weights of ``checkpoint``, of any layout in the format torch_dist, to ``folder``.
+    """Write the weights of ``checkpoint``, of any layout in the format torch_dist, to the new ``folder``.
 
     Needs the memory of one shard, and no GPU. The tensors keep their dtypes; rows that pad the vocabulary are left out.
 
     Args:
         checkpoint: the folder of ``--save``, for its latest checkpoint, or one iter_… in it.
-        folder: must not exist.
-        model: the trained model.
         tokenizer: a Hugging Face tokenizer's folder; None: that of bytes, where the model's vocabulary is.
         shard_bytes: at most so many in a file, 1 or more, if a tensor is not larger.
 
@@ -71,7 +69,10 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
         digests: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            values = _read(reader, shard, stored)
+            entries = {one.key: stored[one.key] for one in shard}
+            state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
+            load(state, storage_reader=reader, no_dist=True)
+            values = {one.name: state[one.key][: one.shape[0]].contiguous() for one in shard}
             size += sum(value.nbytes for value in values.values())
             library.save_file(values, str(unfinished / name), metadata={"format": "pt"})
             (unfinished / name).chmod(0o644)
@@ -175,13 +176,6 @@ def _shards(wanted: Sequence[Tensor], stored: Mapping[str, Any], most: int) -> I
         shard.append(tensor)
         size += own
     yield shard
-
-
-def _read(reader: FileSystemReader, shard: Sequence[Tensor], stored: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of one shard by their names in the export."""
-    state = {one.key: torch.empty(stored[one.key].size, dtype=stored[one.key].properties.dtype) for one in shard}
-    load(state, storage_reader=reader, no_dist=True)
-    return {one.name: state[one.key][: one.shape[0]].contiguous() for one in shard}
 
 
 def tokenizer_files(model: Model, folder: Path | None) -> dict[str, str]:

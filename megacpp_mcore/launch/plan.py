@@ -92,7 +92,7 @@ def plan(
             f"the launch command starts with {words[0]!r}, which is neither a script (*.py) nor an argument (--…); "
             "name pretrain_gpt.py or pretrain_hybrid.py first, or give Megatron's arguments alone"
         )
-    _check_processes(nproc, environment)
+    _check_ranks(environment, nproc)
     check_words(script, words)
     arguments, spec = split_spec(words)
     if spec is not None:
@@ -145,18 +145,6 @@ def check_words(script: Path | None, words: Sequence[str], *, here: bool = True)
     _check_packed(script, words)
 
 
-def _check_processes(nproc: int, environment: Mapping[str, str]) -> None:
-    """Refuse an incomplete torchrun environment (a rank would be made up, the others waited for), and nested launches."""
-    if nproc < 1:
-        raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
-    _check_ranks(environment, nproc)
-    if nproc > 1 and "RANK" in environment:
-        raise LaunchError(
-            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
-            "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
-        )
-
-
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "srun",  # of the step: a batch script is one task of a job of many
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -172,7 +160,9 @@ OF_RANKS = frozenset({*_TASKS, *_NEEDED})
 
 
 def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
-    """Refuse an environment of which a rank would be made up, so that it trains alone or the others wait for it."""
+    """Refuse nested launches, and an environment of which a rank would be made up: it trains alone, or others wait for it."""
+    if nproc < 1:
+        raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
     for name, launcher in _TASKS.items():
         if "WORLD_SIZE" not in environment and environment.get(name, "1") != "1":
             raise LaunchError(
@@ -200,6 +190,11 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
             f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
             "them with torchrun or --nproc, set those for all of them, or unset RANK and WORLD_SIZE",
             code="ranks-missing",
+        )
+    if nproc > 1 and "RANK" in environment:
+        raise LaunchError(
+            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
+            "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
         )
     if nproc > 1:  # which get an address of their own
         return

@@ -15,8 +15,6 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.observe import events
 from megacpp_mcore.observe.events import Start, Step
 
-__all__ = ["Step", "kept", "read_steps", "recorded", "standing"]
-
 
 def read_steps(run: str | os.PathLike[str]) -> list[Step]:
     """Return all steps in a run's folder so far, in the order in which they were written, repeated ones included.

@@ -23,13 +23,11 @@ _DISPATCHERS = ("alltoall", "flex")
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Whether one kind of communication can be hidden behind computation.
+    """Whether one kind of communication can be hidden behind computation, and what makes it possible or prevents it.
 
     Attributes:
-        name: what communicates.
         asked: whether the run requests it.
         possible: whether streams, connections and bucket sizes allow it, and Megatron accepts it.
-        reason: what makes it possible, or what prevents it.
     """
 
     name: str
@@ -44,7 +42,14 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
     sharded = "" if how.distributed_optimizer or how.fsdp else "it needs --use-distributed-optimizer"
     reduced = "" if how.overlap_grad_reduce else "it needs --overlap-grad-reduce"
     replicas = "" if run.replicas > 1 else "there is one data-parallel replica"
-    experts = _expert_obstacles(run, connections)
+    experts = (
+        "" if run.layout.expert > 1 else "experts are not cut over processes",
+        f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
+        "" if how.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
+        f"Megatron refuses {MOE_OVERLAP} beside {SHARED_OVERLAP}"
+        if how.overlap_moe_a2a and how.overlap_shared_expert
+        else "",
+    )
     repeated = how.recompute_granularity == "full" or "moe" in how.recompute_modules
     depths = 0 if run.model is None else run.model.mtp.depth
     all_to_all = (
@@ -91,15 +96,3 @@ def _bucket_obstacle(run: Run) -> str:
     if elements <= bucket:
         return f"one bucket of {bucket} elements holds all {elements} of a process, and is reduced when all is computed"
     return ""
-
-
-def _expert_obstacles(run: Run, connections: str | None) -> tuple[str, ...]:
-    """Return what prevents both overlaps of expert communication."""
-    how = run.execution
-    both = how.overlap_moe_a2a and how.overlap_shared_expert
-    return (
-        "" if run.layout.expert > 1 else "experts are not cut over processes",
-        f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
-        "" if how.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
-        f"Megatron refuses {MOE_OVERLAP} beside {SHARED_OVERLAP}" if both else "",
-    )

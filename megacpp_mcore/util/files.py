@@ -54,10 +54,7 @@ def writable(path: StrPath, *, added_to: bool = False) -> Path:
 def replace(path: StrPath, content: bytes, like: os.stat_result | None = None) -> None:
     """Replace the file at ``path`` with ``content`` atomically: a reader, even after a crash, sees the old or the new file.
 
-    Args:
-        path: the file to replace or create.
-        content: of the whole new file.
-        like: the status of a file whose mode (and owner, if permitted) the new one gets.
+    ``like``: the status of a file whose mode (and owner, if permitted) the new one gets, and a later modification time.
 
     Raises:
         OSError: the folder cannot be written; the file is unchanged.
@@ -70,21 +67,16 @@ def replace(path: StrPath, content: bytes, like: os.stat_result | None = None) -
             stream.write(content)
             stream.flush()
             if like is not None:
-                _take_after(stream.fileno(), like)
+                if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
+                    with suppress(PermissionError):  # only root may change the owner
+                        os.fchown(stream.fileno(), like.st_uid, like.st_gid)
+                os.fchmod(stream.fileno(), like.st_mode & 0o7777)
+                # Python considers a .pyc current by the source's size and its time in whole seconds.
+                if int(os.fstat(stream.fileno()).st_mtime) <= int(like.st_mtime):
+                    os.utime(stream.fileno(), (like.st_atime, int(like.st_mtime) + 1))
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     flush_to_disk(temporary.parent)
-
-
-def _take_after(descriptor: int, like: os.stat_result) -> None:
-    """Give an open file the mode of another, its owner if permitted, and a later modification time."""
-    if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
-        with suppress(PermissionError):  # only root may change the owner
-            os.fchown(descriptor, like.st_uid, like.st_gid)
-    os.fchmod(descriptor, like.st_mode & 0o7777)
-    # Python considers a .pyc current by the source's size and its time in whole seconds.
-    if int(os.fstat(descriptor).st_mtime) <= int(like.st_mtime):
-        os.utime(descriptor, (like.st_atime, int(like.st_mtime) + 1))

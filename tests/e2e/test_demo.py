@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megacpp_mcore.observe.steps import Step, read_steps
+from megacpp_mcore.observe.events import Step
+from megacpp_mcore.observe.steps import read_steps
 from tests import forks
 from tests.commands.test_report_page import check_self_contained
 from tests.leftovers import is_running

@@ -129,8 +129,6 @@ def step(
     """Count the work of one pass of ``model`` over ``batch`` rows.
 
     Args:
-        model: what is trained.
-        batch: rows of the batch.
         seq_length: tokens of a row; None uses the model's.
         vocab_size: the actual padded vocabulary of the head; None uses the model's, padded for one process.
         pairs: the causal pairs of all separate documents, those that top-k keeps, and those in a window; None: each row is one
@@ -151,7 +149,11 @@ def step(
     head = Families(head=product(rows.tokens * model.hidden_size * vocabulary))
     kinds = {kind: _layer(model, *kind, rows) for kind in set(zip(model.layers, model.roles, strict=True))}
     layers = tuple(kinds[kind] for kind in zip(model.layers, model.roles, strict=True))
-    depth = head + _mtp_block(model, rows)
+    dense = Families(  # of MTP: ``Linear(2D -> D)``, and the feed-forward part after MLA
+        mtp_projection=product(rows.tokens * 2 * model.hidden_size**2),
+        dense_ffn=feed_forward(rows.tokens, model.hidden_size, model.ffn_hidden_size),
+    )
+    depth = head + dense + _layer(model, ATTENTION.letter, model.mtp.attention, rows)
     return Step(rows.tokens, layers, head, (depth,) * model.mtp.depth)
 
 
@@ -159,13 +161,3 @@ def _layer(model: Model, letter: str, role: str | None, rows: Batch) -> Families
     """Return the work of one trunk layer of that family and attention role."""
     family = FAMILIES[letter]
     return Families(**family.work(model.shape, role, rows, *model.sizes(family)))
-
-
-def _mtp_block(model: Model, rows: Batch) -> Families:
-    """Count one depth without its head: ``Linear(2D -> D)``, MLA, dense feed-forward."""
-    hidden = model.hidden_size
-    dense = Families(
-        mtp_projection=product(rows.tokens * 2 * hidden * hidden),
-        dense_ffn=feed_forward(rows.tokens, hidden, model.ffn_hidden_size),
-    )
-    return dense + _layer(model, ATTENTION.letter, model.mtp.attention, rows)

@@ -6,12 +6,9 @@ import argparse
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megacpp_mcore.errors import DataError
-
-if TYPE_CHECKING:
-    from megacpp_mcore.data.manifest import Manifest
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -97,7 +94,7 @@ def _tokenizer(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from megacpp_mcore.data.manifest import adopt, verify
-    from megacpp_mcore.data.tokenizer import load_tokenizer
+    from megacpp_mcore.data.tokenizer import ByteTokenizer, load_tokenizer
 
     if not args.adopt and (args.tokenizer, args.vocab_size, args.eod_id) != (None, None, None):
         raise DataError(
@@ -109,25 +106,22 @@ def _verify(args: argparse.Namespace) -> int:
             tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
             adopt(prefix, tokenizer=tokenizer, vocab_size=args.vocab_size, eod_id=args.eod_id)
         try:
-            _print_verified(prefix, verify(prefix))
+            made_by = verify(prefix).tokenizer
+            _print_datasets([prefix])
+            if made_by["checksum"] == ByteTokenizer().checksum():
+                _print_flags("byte")
+            elif made_by["kind"] == "huggingface":
+                print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
+            if made_by["eod_id"] is None:
+                print(
+                    "its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked"
+                )
         except DataError as error:
             problems.append(error)
     if problems:
         print(f"datasets with problems: {len(problems)} of {len(prefixes)}", file=sys.stderr)
         print("\n".join(f"  {problem}" for problem in problems), file=sys.stderr)
     return 1 if problems else 0
-
-
-def _print_verified(prefix: str, manifest: Manifest) -> None:
-    from megacpp_mcore.data.tokenizer import ByteTokenizer
-
-    _print_datasets([prefix])
-    if manifest.tokenizer["checksum"] == ByteTokenizer().checksum():
-        _print_flags("byte")
-    elif manifest.tokenizer["kind"] == "huggingface":
-        print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
-    if manifest.tokenizer["eod_id"] is None:
-        print("its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked")
 
 
 def _corpus(args: argparse.Namespace) -> int:

@@ -72,7 +72,6 @@ class Manifest:
 
 
 def _digest(body: Any) -> str:
-    """Return the SHA-256 over the canonical JSON of ``body``."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 

@@ -101,7 +101,6 @@ class HuggingFaceTokenizer:
         self.eod_id = self._find_eod()
 
     def _find_eod(self) -> int:
-        """Return the id of the folder's ``eos_token``."""
         config = self.folder / "tokenizer_config.json"
         try:
             token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")

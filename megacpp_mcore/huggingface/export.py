@@ -264,7 +264,6 @@ def _special_ids(files: Mapping[str, str]) -> dict[str, int]:
 
 
 def _card(model: Model, source: Path, has_receipt: bool) -> str:
-    """Return the model card."""
     count = sum(model.parameters().values())
     facts = "`receipt.json` says how it was trained." if has_receipt else ""
     return f"""---

@@ -9,7 +9,6 @@ Shapes: W windows, S sequence length, N tokens.
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,16 +44,12 @@ def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
     """
     if len(tokens_N) < 2:
         raise DataError(f"found {len(tokens_N)} tokens; expected at least 2, one to predict the other from")
-    predicted = len(tokens_N) - 1
-    windows = math.ceil(predicted / sequence)
-
-    def fill(values: NDArray[Any]) -> NDArray[np.int64]:
-        padded = np.zeros(windows * sequence, dtype=np.int64)
-        padded[:predicted] = values
-        return padded.reshape(windows, sequence)
-
-    mask_WS = (np.arange(windows * sequence) < predicted).reshape(windows, sequence)
-    return Windows(fill(tokens_N[:-1]), fill(tokens_N[1:]), mask_WS)
+    predicted = np.ones(len(tokens_N) - 1, dtype=np.bool_)
+    inputs, labels, mask = (
+        np.pad(values, (0, -len(values) % sequence)).reshape(-1, sequence)
+        for values in (tokens_N[:-1], tokens_N[1:], predicted)
+    )
+    return Windows(inputs.astype(np.int64), labels.astype(np.int64), mask)
 
 
 def tokenizer_of(args: Namespace) -> Tokenizer:

@@ -79,8 +79,7 @@ def run(
     ``model_class`` is Megatron's that holds the layers, ``gpt`` or ``hybrid``; None: the recipe's.
 
     Raises:
-        LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: the run cannot work; before Megatron
-            starts.
+        LaunchError, ConfigFileError, ModelError, ArgumentMismatchError, DataError: it cannot work; before Megatron starts.
     """
     ours = [override for override in overrides if is_ours(override)]
     overrides = [override for override in overrides if not is_ours(override)]

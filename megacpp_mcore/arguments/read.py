@@ -69,11 +69,9 @@ def read(
     model: Model | None = None,
     settings: PluginConfig | None = None,
 ) -> Run:
-    """Read the run that the arguments of a command line describe.
+    """Read the run that the arguments of a command line describe, of so many ``processes`` on ``cuda`` or ``cpu``.
 
     Args:
-        device: ``cuda`` or ``cpu``.
-        processes: number of processes.
         model: what a spec of this package builds; None: that of ``settings``, or the preset that their ``--spec`` names.
         settings: the file of ``MEGACPP_CONFIG``; None without.
 

@@ -32,7 +32,6 @@ class Options:
 
     Attributes:
         dtype: of the inputs, by torch's name.
-        shape: sizes by name.
         seconds: how long the calls of one figure are timed.
         without: peers whose name contains one of these are left out.
     """

@@ -105,7 +105,6 @@ class Variant:
     """One implementation of a problem.
 
     Attributes:
-        name: its name in the table.
         side: ours, a peer, or a bound, which is timed and compared with nothing.
         runs: the functions to be timed, by name of the work; each returns one tensor or several, outputs first.
         results: brings the results of ``runs`` into the order and layout of the truth; not timed.
@@ -300,7 +299,6 @@ class Problem:
     """One benchmark at one size.
 
     Attributes:
-        inputs: of every variant.
         variants: in the order in which they run.
         works: the pieces of work to check and time, each with its floor.
         truth: the results by name, outputs first.

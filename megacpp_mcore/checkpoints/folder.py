@@ -204,8 +204,7 @@ def _is_complete(folder: Path) -> bool:
 def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | None:
     """Check the checkpoint of ``--load`` and ``--ckpt-step`` that is about to be loaded; ``by_digests`` as in :func:`damages`.
 
-    Returns:
-        The iteration to load, as in ``--ckpt-step``; None for what the tracker file names.
+    Returns the iteration to load, as in ``--ckpt-step``; None for what the tracker file names.
 
     Raises:
         CheckpointError: the checkpoint or the tracker file is damaged; the message names the file and what is whole.

@@ -111,10 +111,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """Read the plain values of Megatron's common state in ``folder``, its arguments among them, without running code from it.
+    """Read, by name, the plain values of Megatron's common state in ``folder``, if it has any; its arguments are among them.
 
-    Returns:
-        Them by name; nothing, if the checkpoint has no such state.
+    No code from it is run.
 
     Raises:
         CheckpointError: it cannot be read.

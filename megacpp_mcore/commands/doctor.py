@@ -57,12 +57,10 @@ class Component:
     """One component to examine.
 
     Attributes:
-        name: what people call it.
         module: the module whose presence means that it is installed.
         probe: Python statements that use it; they leave its version, where it states one, in ``version``. By default the
             module is imported together with torch.
         distributions: names it may be installed under, for the version of one that does not import; by default its own.
-        required: whether training needs it.
         versions: the supported range, where there is one.
         blocks: whether training fails when it is installed and does not work, although it is optional.
         advice: what to do then.

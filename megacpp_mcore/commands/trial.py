@@ -37,6 +37,8 @@ def train(
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Train by ``megacpp-mcore launch``, on the CPU in fp32, on one GPU in bf16, without the file of ``MEGACPP_CONFIG``.
 
+    Returns the figures of each recorded step, and how the process ended, in lines; no lines if it ended well.
+
     Args:
         steps, timeout_s: how many, and the seconds after which the process is ended.
         model_class, device: ``gpt`` or ``hybrid``; ``cpu`` or ``cuda``.
@@ -45,9 +47,6 @@ def train(
         first_on_path: folders from which to import first.
         switches: groups of a settings file to obey, such as ``{"vendors": {"flash4": False}}``.
         report_every_s: the seconds after which the last line of the process is printed to stderr, again and again.
-
-    Returns:
-        The figures of each recorded step, and how the process ended, in lines; no lines if it ended well.
     """
     from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
     from megacpp_mcore.observe.steps import read_steps

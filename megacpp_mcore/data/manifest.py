@@ -36,7 +36,6 @@ class Manifest:
         tokenizer: ``kind``, ``checksum``, ``vocab_size``, ``eod_id``. For an adopted dataset each of them may be None, so
             check ``eod_id`` before putting it on a command line.
         dtype: NumPy name of the token type in the ``.bin``.
-        documents: number of documents.
         tokens: number of tokens, end-of-document tokens included.
         max_token_id: the largest id in the ``.bin``.
         text_bytes: UTF-8 bytes of the documents' text, end-of-document tokens excluded.

@@ -37,15 +37,13 @@ TOKENIZER = (
 def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None, shard_bytes: int) -> Path:
     """Write the weights of ``checkpoint``, of any layout in the format torch_dist, to the new ``folder``.
 
-    Needs the memory of one shard, and no GPU. The tensors keep their dtypes; rows that pad the vocabulary are left out.
+    Needs the memory of one shard, and no GPU. The tensors keep their dtypes; rows that pad the vocabulary are left out. Returns
+    the checkpoint's folder of one iteration.
 
     Args:
         checkpoint: the folder of ``--save``, for its latest checkpoint, or one iter_… in it.
         tokenizer: a Hugging Face tokenizer's folder; None: that of bytes, where the model's vocabulary is.
         shard_bytes: at most so many in a file, 1 or more, if a tensor is not larger.
-
-    Returns:
-        The checkpoint's folder of one iteration.
 
     Raises:
         CheckpointError: ``folder`` exists; the checkpoint is none, damaged, or of another model; the tokenizer is not in its

@@ -31,10 +31,8 @@ _EXTRA = "{}_extra_state/shard_{}_{}"
 def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     """Write the weights in ``folder`` to ``checkpoint``, for ``--load`` and ``--finetune``: a run then begins at step 0.
 
-    ``folder`` is what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote, of ``model``.
-
-    Returns:
-        The folder of the release in ``checkpoint``.
+    ``folder`` is what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote, of ``model``. Returns the
+    folder of the release in ``checkpoint``.
 
     Raises:
         CheckpointError: ``folder`` is incomplete, damaged, cannot be read or is of another model; ``checkpoint`` exists;

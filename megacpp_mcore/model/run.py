@@ -173,7 +173,6 @@ class Run:
 
     Attributes:
         model: what is trained; None where that is no model of this package.
-        layout: how it is sharded.
         training: precision, batch, optimizer and data; :attr:`Training.processes` is how many there are.
         model_class: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``.
         asked: fields of :class:`Execution` that are not what is usual for such a run.

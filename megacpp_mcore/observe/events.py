@@ -269,7 +269,6 @@ class Start:
     Attributes:
         number: of the start, as in the folder's name; ``rank`` and ``world_size`` are the process's.
         began_ns, ended_ns: nanoseconds since the epoch; the end is the last line's time.
-        heartbeat_s: seconds between two heartbeats.
         how: how it ended, as it wrote itself; None while it runs, or if it was killed.
         resumed_at: the step whose checkpoint it started from; None before its first step.
         spans: every timed line, in order.

@@ -33,7 +33,6 @@ class Goodput:
 
     Attributes:
         nanoseconds: of every class; they sum to ``wall_ns`` exactly.
-        starts: how often the run was started.
         steps: distinct steps that were kept.
         steps_lost: steps that were repeated after a restart.
     """

@@ -31,7 +31,6 @@ class LaunchPolicy:
     """Everything a run is started with except the model.
 
     Attributes:
-        values: what is set or planned.
         overlaps: which communication can be hidden.
         taxes: the experimental taxes that the file requests.
         launched: whether the launcher has started the script; otherwise nothing was set, and only the environment's taxes

@@ -181,12 +181,10 @@ class Slot:
     """The layer slot of one symbol of a hybrid pattern.
 
     Attributes:
-        symbol: the symbol.
         attribute: the field of Megatron's ``HybridStackSubmodules``; None if the block is built without one.
         stock: Megatron's meaning of the symbol.
         native: True if the layer is what Megatron means by the symbol, with whichever kernels; False if our mixer occupies
             the slot of another layer type.
-        why: the reason, human-readable.
     """
 
     symbol: str

@@ -79,7 +79,6 @@ class Step:
     """The work of one pass over a batch.
 
     Attributes:
-        tokens: tokens of the batch.
         layers: one entry per trunk layer.
         head: the main head, and the embedding, which counts 0.
         mtp: one entry per multi-token-prediction depth: its projection, its block and its head.

@@ -45,7 +45,6 @@ class Op(NamedTuple):
 
     Attributes:
         start_ns, end_ns: nanoseconds on the profiler's clock, which kernels use, too.
-        name: as the profiler has it.
         thread: the operating system's number of the thread.
         torch_thread: torch's own number of it, by which nodes refer to the thread that made them.
         sequence: number of the next backward node when the event began, or of the node that it evaluates; -1: none.

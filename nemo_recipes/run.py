@@ -123,9 +123,7 @@ def run(
         policy.check_memory(described)  # initializes CUDA, which reads the environment once
         stack.enter_context(policy.active(settings))
         stack.enter_context(torch.autograd.set_multithreading_enabled(True))  # as in the launcher
-        given = config.dataset.path_to_cache
-        cache = launcher.verified_data([*data_words(config), *(["--data-cache-path", str(given)] if given else [])])
-        config.dataset.path_to_cache = cache[1]
+        say(verify_data(config))
         if doubt := doubt_about(config):
             say(doubt)
         from megatron.bridge.training.callbacks import CallbackManager
@@ -135,7 +133,8 @@ def run(
         from megacpp_mcore.layer_specs import training_step
 
         callbacks = CallbackManager()
-        callbacks.register("on_train_start", lambda _: ranks.compare_facts(lambda: ranks.of_datasets(cache[1])))
+        cache = config.dataset.path_to_cache
+        callbacks.register("on_train_start", lambda _: ranks.compare_facts(lambda: ranks.of_datasets(cache)))
         callbacks.register("on_train_start", lambda _: claim_save_folder(config))
         stack.callback(checkpoint_folder.release)
         asked = _observation(config, recording or launcher.Recording(), settings)
@@ -459,6 +458,21 @@ def claim_save_folder(config: Any) -> None:
         checkpoint_folder.claim(
             wanted.save, wanted.load, wanted.ckpt_step, finetune=wanted.finetune, timeout_minutes=minutes
         )
+
+
+def verify_data(config: Any) -> str:
+    """Check the run's datasets against their manifests, once per host, and give Megatron an index cache specific to these.
+
+    Returns:
+        A line that says what was checked.
+    """
+    from megacpp_mcore.data.arguments import cache_words, verify_arguments
+
+    words, given = data_words(config), config.dataset.path_to_cache
+    line = verify_arguments(words) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+    cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
+    config.dataset.path_to_cache = cache[1] if cache else None
+    return f"{line}; its indices are cached in {config.dataset.path_to_cache}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

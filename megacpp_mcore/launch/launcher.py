@@ -203,7 +203,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.enter_context(environment(launched.environment()))
         policy.check_memory(run)  # starts CUDA, which reads the environment once
         if chosen.has_own_spec:
-            sys.argv += verified_data(chosen.arguments)
+            sys.argv += _verified_data(chosen.arguments)
         observed = observation.choose(chosen.arguments, settings=settings, **vars(recording))
         for line in observed.describe():
             say(line)
@@ -251,7 +251,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         process.leave_process_group()
 
 
-def verified_data(arguments: Sequence[str]) -> list[str]:
+def _verified_data(arguments: Sequence[str]) -> list[str]:
     """Check the datasets once per host, for copies of its own; return the words that give Megatron a cache folder for these."""
     from megacpp_mcore.data.arguments import cache_words, verify_arguments  # imports numpy, which --help does without
 

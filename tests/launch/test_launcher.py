@@ -421,10 +421,10 @@ def test_data_is_checked_once_per_host(tmp_path: Path, monkeypatch: pytest.Monke
     Path(prefix + ".bin").write_bytes(bytes(Path(prefix + ".bin").stat().st_size))
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launcher.verified_data(["--data-path", prefix])[0] == "--data-cache-path"
+    assert launcher._verified_data(["--data-path", prefix])[0] == "--data-cache-path"
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(DataError, match=re.escape(prefix + ".bin")):
-        launcher.verified_data(["--data-path", prefix])
+        launcher._verified_data(["--data-path", prefix])
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -40,16 +40,17 @@ routers or indexers.
 
 
 def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None) -> str:
-    """Format the progress line of ``step`` of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``."""
+    """Format the progress line of ``step`` of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``.
+
+    What Megatron prints, too, has its words (``training_log`` of megatron-core 0.19.2), so that what reads its logs reads these.
+    """
+    parts = [f"iteration {step.step:8d}/{steps:8d}"]
     depths = sorted(name for name in step.losses if name.startswith("mtp_"))
-    parts = [f"step {step.step:>{len(str(steps))}}/{steps}"]
-    if "lm loss" in step.losses:
-        parts.append(f"loss {step.losses['lm loss']:.4f}")
-    parts += [f"{name.removesuffix(' loss')} {step.losses[name]:.4f}" for name in depths]
+    parts += [f"{name}: {step.losses[name]:.6E}" for name in ("lm loss", *depths) if name in step.losses]
     if step.grad_norm is not None:
-        parts.append(f"grad norm {step.grad_norm:.3f}")
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
     if step.learning_rate is not None:
-        parts.append(f"lr {step.learning_rate:.2e}")
+        parts.append(f"learning rate: {step.learning_rate:.6E}")
     if metrics is not None:
         allocated, reserved = (metrics[f"memory_{kind}_bytes"] / 1e9 for kind in ("allocated", "reserved"))
         rate, mfu = metrics["tokens_per_s"], metrics["mfu"]
@@ -63,7 +64,7 @@ def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None 
     if step.step > first.step:
         mean_s = (step.time_s - first.time_s) / (step.step - first.step)
         parts += [f"{mean_s:.3g} s/step", f"{timedelta(seconds=round((steps - step.step) * mean_s))} left"]
-    return "  ".join(parts)
+    return " | ".join(parts)
 
 
 class Live(Listener):

@@ -42,7 +42,7 @@ routers or indexers.
 def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None) -> str:
     """Format the progress line of ``step`` of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``.
 
-    What Megatron prints, too, has its words (``training_log`` of megatron-core 0.19.2), so that what reads its logs reads these.
+    What Megatron prints, too, has its words (``training_log`` of megatron-core 0.19.2): what reads its logs reads these lines.
     """
     parts = [f"iteration {step.step:8d}/{steps:8d}"]
     depths = sorted(name for name in step.losses if name.startswith("mtp_"))

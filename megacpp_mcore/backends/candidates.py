@@ -47,10 +47,8 @@ _FLASH4 = Support(
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, packed=False)
-"""At MLA's widths 128/64 the fastest in a window (``mla_window``). Whole rows are left to ``sdpa``, which with torch's cuDNN is
-as fast and needs no Transformer Engine."""
-_TE_IS_FASTER = Support(dims=_MLA_WIDTHS, capturable=False)
-"""Its rows of ``mla_window``, none of which is of a CUDA graph."""
+"""With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine. In windows
+it is the fastest (``mla_window``), by name: its probe has no window, and where it runs unfused it holds all scores."""
 
 _MLA_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dims=_MLA_WIDTHS)
 """The widths at which its kernels compile without register spills and were compared with the reference. Whole rows without a
@@ -152,11 +150,11 @@ def own_candidates() -> tuple[Candidate, ...]:
     return (
         _candidate("mla", "flash4", kernel, _FLASH4, f"{ops}.mla.flash4:attend", ("flash4", CUDA),
                    probe=_probe(f"{ops}.mla.flash4:probe"), auto=Support(dtypes=("bfloat16",))),  # that of its rows
-        _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
-                   probe=_probe(f"{ops}.mla.flash4:probe_engine"), auto=_TE_IS_FASTER, beyond=Support(dims=_WHOLE)),
         _candidate("mla", TRITON, kernel, dataclasses.replace(_MLA_TRITON, archs=archs("mla")), f"{ops}.mla.triton:attend",
                    _GPU_TRITON, beyond=Support(packed=False, deterministic=False, dims=_WHOLE)),
         _candidate("mla", "sdpa", kernel, _SDPA, f"{ops}.mla.sdpa:sdpa_attention", (CUDA,)),
+        _candidate("mla", "te", kernel, _TE_ATTENTION, "megacpp_mcore.te.dot_product:attend", (CUDA, TRANSFORMER_ENGINE),
+                   probe=_probe(f"{ops}.mla.flash4:probe_engine")),
         _candidate("routed_mlp", "quack", kernel, _EXPERTS_QUACK, f"{ops}.grouped_mlp.quack:routed_mlp",
                    ("quack", *_GPU_TRITON), probe=_probe(f"{ops}.grouped_mlp.quack:probe"), auto=_QUACK_IS_FASTER),
         *(

@@ -39,18 +39,20 @@ routers or indexers.
 """
 
 
-def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None) -> str:
+def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None, *, alone: bool = True) -> str:
     """Format the progress line of ``step`` of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``.
 
-    What Megatron prints, too, has its words (``training_log`` of megatron-core 0.19.2): what reads its logs reads these lines.
+    What Megatron prints of a step, too, is in its words (``training_log`` of megatron-core 0.19.2), and left to its own line
+    where that is not in a file, so that the line is not ``alone``.
     """
-    parts = [f"iteration {step.step:8d}/{steps:8d}"]
-    depths = sorted(name for name in step.losses if name.startswith("mtp_"))
-    parts += [f"{name}: {step.losses[name]:.6E}" for name in ("lm loss", *depths) if name in step.losses]
-    if step.grad_norm is not None:
-        parts.append(f"grad norm: {step.grad_norm:.3f}")
-    if step.learning_rate is not None:
+    parts = [f"iteration {step.step:8d}/{steps:8d}" if alone else f"step {step.step}/{steps}"]
+    if alone and step.learning_rate is not None:
         parts.append(f"learning rate: {step.learning_rate:.6E}")
+    depths = sorted(name for name in step.losses if name.startswith("mtp_"))
+    named = ("lm loss", *depths) if alone else ()
+    parts += [f"{name}: {step.losses[name]:.6E}" for name in named if name in step.losses]
+    if alone and step.grad_norm is not None:
+        parts.append(f"grad norm: {step.grad_norm:.3f}")
     if metrics is not None:
         allocated, reserved = (metrics[f"memory_{kind}_bytes"] / 1e9 for kind in ("allocated", "reserved"))
         rate, mfu = metrics["tokens_per_s"], metrics["mfu"]
@@ -64,7 +66,7 @@ def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None 
     if step.step > first.step:
         mean_s = (step.time_s - first.time_s) / (step.step - first.step)
         parts += [f"{mean_s:.3g} s/step", f"{timedelta(seconds=round((steps - step.step) * mean_s))} left"]
-    return " | ".join(parts)
+    return " | ".join(parts) + " |"
 
 
 class Live(Listener):
@@ -90,7 +92,7 @@ class Live(Listener):
         self._recorder.log.write(metrics=metrics)
         self._first = self._first or step
         if self._console == "progress":
-            console.say(line(step, options.train_iters, self._first, metrics))
+            console.say(line(step, options.train_iters, self._first, metrics, alone=console.is_alone()))
         scalars = {f"{TAG}{name}": metrics[name] for name in SCALARS if metrics[name] is not None}
         writer, wandb = self._receipt.loop.writers()
         for tag, value in scalars.items() if writer is not None else ():

@@ -30,6 +30,11 @@ def say(message: str, end: str = "\n") -> None:
     print(message, end=end, file=_stdout or sys.stdout, flush=True)
 
 
+def is_alone() -> bool:
+    """Whether the console has our own lines alone, as all else goes to a file."""
+    return _stdout is not None
+
+
 @contextlib.contextmanager
 def redirected(file: Path) -> Iterator[None]:
     """Until the context ends, append to ``file`` what Python code prints or logs, but for :func:`say` and our warnings.

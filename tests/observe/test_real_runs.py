@@ -149,13 +149,12 @@ def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
     recorded = {step.step: step for step in read_steps(run)}
     # Ours stands below Megatron's own line of the same step.
     lines = said.splitlines()
-    ours = {number: line for number, line in enumerate(lines) if line.startswith("iteration ")}
-    assert [line.split("/")[0] for line in ours.values()] == [f"iteration {number:8d}" for number in recorded]
+    ours = {number: line for number, line in enumerate(lines) if line.startswith("step ")}
+    assert [line.split("/")[0] for line in ours.values()] == [f"step {number}" for number in recorded]
     for number, step in zip(ours, recorded.values(), strict=True):
-        assert f"lm loss: {step.losses['lm loss']:.6E} | mtp_1 loss: {step.losses['mtp_1 loss']:.6E}" in lines[number]
-        assert f"grad norm: {step.grad_norm:.3f}" in lines[number]
+        assert any(f" lm loss: {step.losses['lm loss']:.6E} |" in line for line in lines[number - 2 : number])
         assert "goodput" in lines[number]
-        assert len(lines[number]) < 320
+        assert len(lines[number]) < 240
         stock = re.findall(r"iteration +(\d+)/ +6 \|.* lm loss: (\S+) \|", "\n".join(lines[:number]))[-1]
         assert int(stock[0]) == step.step
         if step.step != 2:  # whose line is the mean of two steps

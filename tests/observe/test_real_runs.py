@@ -152,7 +152,6 @@ def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
     ours = {number: line for number, line in enumerate(lines) if line.startswith("step ")}
     assert [line.split("/")[0] for line in ours.values()] == [f"step {number}" for number in recorded]
     for number, step in zip(ours, recorded.values(), strict=True):
-        assert any(f" lm loss: {step.losses['lm loss']:.6E} |" in line for line in lines[number - 2 : number])
         assert "goodput" in lines[number]
         assert len(lines[number]) < 240
         stock = re.findall(r"iteration +(\d+)/ +6 \|.* lm loss: (\S+) \|", "\n".join(lines[:number]))[-1]

@@ -47,8 +47,8 @@ _FLASH4 = Support(
 Its gradients are summed in a fixed order under ``torch.use_deterministic_algorithms``."""
 
 _TE_ATTENTION = dataclasses.replace(_SDPA, packed=False)
-"""With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine. It is the
-fastest in windows (``mla_window``), by name: its probe has no window, and where it runs unfused it holds all scores."""
+"""With torch's cuDNN as fast at MLA's widths 128/64 as ``sdpa``, which comes first, as it needs no Transformer Engine.
+In windows the fastest (``mla_window``), by name: its probe has no window, and where it runs unfused it holds all scores."""
 
 _MLA_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16"), dims=_MLA_WIDTHS)
 """The widths at which its kernels compile without register spills and were compared with the reference. Whole rows without a

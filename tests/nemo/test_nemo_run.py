@@ -274,7 +274,7 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
         for step in of("wheel")
     ]
     assert [{name: one[name] for name in step} for one, step in zip(of("bridge"), trained, strict=True)] == trained
-    printed = [float(loss) for loss in re.findall(r"iteration +\d/ +2 \|.* lm loss: (\S+)", done.stdout)]
+    printed = [float(loss) for loss in re.findall(r"iteration +\d/ +2 \| consumed.* lm loss: (\S+)", done.stdout)]
     assert printed == pytest.approx(
         [step["lm loss"] for step in of("wheel")] * 2, rel=1e-6
     )  # by Bridge, and by nemo-run

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import io
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -66,7 +68,11 @@ def figure_of(panels: int, plot: Path, *, salt: str, **shared: Any) -> Iterator[
             axes.grid(linewidth=0.4, alpha=0.5)
             axes.spines[["top", "right"]].set_visible(False)
         yield found
-        figure.savefig(plot, metadata={"Date": None})
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    plot.write_text(
+        re.sub(r"(\d\.\d\d)\d+", r"\1", drawn.getvalue()), encoding="utf-8"
+    )  # hundredths of a point suffice
 
 
 def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None:

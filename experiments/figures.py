@@ -31,6 +31,7 @@ TWINS = {
     "nam56r": ("NAM56R", 237_593_408),
     "dense": ("stock GPTModel, dense", 139_466_496),
     "mla moe": ("stock GPTModel, MLA and experts", 286_870_272),
+    "mamba2 moe": ("stock HybridModel, Mamba-2, attention and experts", 293_679_824),
 }
 """By arm of it, what it is and its parameters, as Megatron counts them."""
 
@@ -120,6 +121,12 @@ def models() -> Iterator[Line]:
     for what, model, files, arms in (
         ("`nam56r` on one H200", "nam56r", ("gpus_h200", "nam56r_h200"), ("micro-batch 2", "bf16")),
         ("the same, micro-batches of four", "nam56r", ("nam56r_h200",), ("micro-batch 4",)),
+        (
+            "16 a step, moments in bf16, [quack and FlashAttention-4](docs/transformer-engine.md#kernels-of-other-packages)",
+            "nam56r",
+            ("nam56r_h200",),
+            ("other packages, 16 micro-batches of 4, moments in bf16",),
+        ),
         ("two H200s", "nam56r", ("gpus_h200",), ("two micro-batch 2",)),
         ("four H200s", "nam56r", ("gpus_h200",), ("four micro-batch 2",)),
         ("two H100s", "nam56r", ("gpus_h100",), ("two",)),

@@ -15,9 +15,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megacpp_mcore import backends, versions
-from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, markdown, probes
+from megacpp_mcore.backends import Candidate, Dim, Dispatcher, ProbeResult, Speed, Support, built, markdown, probes
 from megacpp_mcore.backends import candidates as listed
 from megacpp_mcore.backends import dispatcher as dispatching
 from megacpp_mcore.backends.candidates import LAYER_PARTS, layer_parts_candidates
@@ -484,3 +485,19 @@ def test_the_table_has_every_candidate_and_its_data(capsys: pytest.CaptureFixtur
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert any("sdpa kernel cuda bf16, fp16 qk_dim × 8, v_dim × 8 deterministic" in line for line in lines)
     assert "optimizer is chosen by --optimizer" in said
+
+
+def test_a_norm_of_mamba_ssm_is_no_fall_back() -> None:
+    """Megatron's Mamba-2 has its gated norm from there, whatever ``--transformer-impl`` is; another norm can fall back."""
+    layer, names = torch.nn.Module(), ("torch_norm.WrappedTorchNorm", "mamba_mixer.ExtendedRMSNorm")
+    layer.layer_number, layer.config = 3, SimpleNamespace(transformer_impl="transformer_engine")
+    bases = (
+        torch.nn.Identity,
+        type("RMSNorm", (torch.nn.Identity,), {"__module__": "mamba_ssm.ops.triton.layernorm_gated"}),
+    )
+    for where, base in zip(names, bases, strict=True):
+        module, _, name = where.partition(".")
+        layer.add_module(f"{module}_norm", type(name, (base,), {"__module__": f"megatron.core.{module}"})())
+    model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer]), config=layer.config)
+    found = [(one["requested"], one["observed"]) for one in built._of_classes([model])]
+    assert found == [("transformer_engine", "local"), ("auto", "local")]

@@ -149,7 +149,7 @@ def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:
                 "checkpoint of any layout can be loaded"
             )
     initialize_megatron()
-    args.skip_train = True  # no optimizer, whatever the words say
+    args.skip_train, args.finetune = True, False  # no optimizer, and the checkpoint's own step, whatever the words say
     is_hybrid = args.hybrid_layer_pattern is not None
     config = (argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args)(args)
     (model,), _, _ = setup_model_and_optimizer(

@@ -85,12 +85,12 @@ def mamba3(
     rank, state = b_SBGRN.shape[-2:]
     sizes = {"head_dim": x_SBHP.shape[-1], "mimo_rank": rank, "state": state}
     run = backend_of("mamba3", backend, x_SBHP, seq_idx, **sizes)
-    found: tuple[Tensor, Mamba3State | None] = run(
+    out_and_state: tuple[Tensor, Mamba3State | None] = run(
         x_SBHP, z_SBHP, b_SBGRN, c_SBGRN, dd_dt_SBH, dd_A_SBH, trap_SBH, angles_SBA, **weights,
         chunk_size=chunk_size or max(1, 64 // rank), A_floor=A_floor, eps=eps, seq_idx=seq_idx, initial_state=initial_state,
         return_final_state=return_final_state,
     )  # fmt: skip
-    return found
+    return out_and_state
 
 
 @_Named
@@ -120,11 +120,11 @@ def m2rnn(
     """
     heads, width = v_SBHV.shape[2:]
     run = backend_of("m2rnn", backend, v_SBHV, seq_idx, key_dim=q_SBK.shape[-1], value_dim=width)
-    found: tuple[Tensor, M2RNNState | None] = run(
+    out_and_state: tuple[Tensor, M2RNNState | None] = run(
         q_SBK, k_SBK, v_SBHV, g_SBHV, x_f_SBH, **weights, eps=eps, norm_width=heads * width, seq_idx=seq_idx,
         initial_state=initial_state, return_final_state=return_final_state, checkpoint_every=checkpoint_every,
     )  # fmt: skip
-    return found
+    return out_and_state
 
 
 @_Named
@@ -264,8 +264,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-5, *, backend: str = A
         ModelError: shapes or dtypes do not fit.
         BackendError: the named backend cannot run this.
     """
-    found: tuple[Tensor, Tensor] = backend_of("rms_norm", backend, x, hidden=x.shape[-1])(x, weight_D, eps)
-    return found
+    normed_and_sum: tuple[Tensor, Tensor] = backend_of("rms_norm", backend, x, hidden=x.shape[-1])(x, weight_D, eps)
+    return normed_and_sum
 
 
 def backend_of(op: str, name: str, like: Tensor, seq_idx: Tensor | None = None, **sizes: int) -> Callable[..., Any]:

@@ -67,11 +67,11 @@ class Table:
                 if tensor is None or not (
                     tensor.numel() == shard.weight.numel() and tensor.dtype == dtype and tensor.is_contiguous()
                 ):
-                    found = (
+                    description = (
                         tensor if tensor is None else f"{tensor.dtype} of {tensor.numel()}, strides {tensor.stride()}"
                     )
                     raise ModelError(
-                        f"{name} is {found}; expected a contiguous {dtype} of {shard.weight.numel()} elements"
+                        f"{name} is {description}; expected a contiguous {dtype} of {shard.weight.numel()} elements"
                     )
         names = ("GRADIENT", "AVG", "AVG_SQ")
         kinds = (tl.bfloat16 if dtype == torch.bfloat16 else tl.float32 for dtype in dtypes)

@@ -54,16 +54,16 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> torch.Tensor | None:
-        given = [one for one in reversed(gradients) if one is not None]
-        if len(given) == 3:
-            return _added(*given)
-        return sum(given[1:], given[0]) if given else None
+        present = [grad for grad in reversed(gradients) if grad is not None]
+        if len(present) == 3:
+            return _added(*present)
+        return sum(present[1:], present[0]) if present else None
 
 
 def _added(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     if not (a.shape == b.shape == c.shape and a.dtype == b.dtype == c.dtype):
         raise ModelError(
-            f"add3 was given {', '.join(f'{one.dtype} {tuple(one.shape)}' for one in (a, b, c))}; expected three alike"
+            f"add3 was given {', '.join(f'{grad.dtype} {tuple(grad.shape)}' for grad in (a, b, c))}; expected three alike"
         )
     a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
     total, size = torch.empty_like(a), a.numel()

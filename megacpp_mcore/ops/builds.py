@@ -87,12 +87,12 @@ def lines(run: str | os.PathLike[str], **known: object) -> list[str]:
 
     A torn last line is left out, and with ``known`` values one that cannot be read.
     """
-    found: list[str] = []
+    described: list[str] = []
     for path in sorted(Path(run).glob(f"start_*/{FILE}")):
         with contextlib.suppress(OSError):
             written = dict.fromkeys(path.read_text(encoding="utf-8").split("\n")[:-1])
-            found = max(found, [line for line in written if _has(line, known)], key=len)
-    return found
+            described = max(described, [line for line in written if _has(line, known)], key=len)
+    return described
 
 
 def _has(line: str, known: Mapping[str, object]) -> bool:
@@ -114,8 +114,11 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
     import triton
 
     try:
-        found = [json.loads(line) for line in described]
-        versions, names = {one["triton"] for one in found}, {json.loads(one["kernel"])["name"] for one in found}
+        kernels = [json.loads(line) for line in described]
+        versions, names = (
+            {kernel["triton"] for kernel in kernels},
+            {json.loads(kernel["kernel"])["name"] for kernel in kernels},
+        )
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"a line of {FILE} is none that a run has written ({type(error).__name__}: {error}); remove it"

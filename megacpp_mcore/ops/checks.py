@@ -39,8 +39,8 @@ def one_dtype(op: str, **tensors: torch.Tensor) -> torch.dtype:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     first = next(iter(dtypes.values()))
     if any(dtype != first for dtype in dtypes.values()):
-        found = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
-        raise ModelError(f"{op}'s inputs are {found}; its kernels take one dtype: cast them, or use the reference")
+        inputs = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+        raise ModelError(f"{op}'s inputs are {inputs}; its kernels take one dtype: cast them, or use the reference")
     return first
 
 

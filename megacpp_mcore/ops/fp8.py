@@ -55,10 +55,10 @@ def check_device(x: torch.Tensor, products: str = "the experts' products") -> No
     Raises:
         ModelError: it is not a Hopper GPU.
     """
-    found = torch.cuda.get_device_capability(x.device) if x.is_cuda else "no GPU"
-    if found != CAPABILITY:
+    arch = torch.cuda.get_device_capability(x.device) if x.is_cuda else "no GPU"
+    if arch != CAPABILITY:
         raise ModelError(
-            f"{products} in FP8 need a GPU of compute capability {CAPABILITY} (Hopper), and x is on {x.device}: {found}; take "
+            f"{products} in FP8 need a GPU of compute capability {CAPABILITY} (Hopper), and x is on {x.device}: {arch}; take "
             "the backend in bfloat16"
         )
 

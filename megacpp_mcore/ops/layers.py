@@ -49,7 +49,7 @@ class _Mixer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Mixer:
         kept = [self._parameters[name] for name in self.in_fp32 if name in self._parameters]
-        wide = {id(tensor) for one in kept if one is not None for tensor in (one, one.grad)}
+        wide = {id(tensor) for param in kept if param is not None for tensor in (param, param.grad)}
 
         def careful(tensor: Tensor) -> Tensor:
             made = fn(tensor)
@@ -125,7 +125,7 @@ class Mamba3(_Mixer):
         x, z = (parts[name].unflatten(-1, (self.heads, self.head_dim)) for name in "xz")
         b, c = (parts[name].unflatten(-1, self.by_group) for name in "BC")
         by_rank = (self.heads, *self.by_group[1:2], -1)
-        weights: dict[str, Any] = {name: one for name, one in self.named_parameters() if "." not in name}
+        weights: dict[str, Any] = {name: param for name, param in self.named_parameters() if "." not in name}
         weights |= {name: weights[name].view(by_rank) for name in self.in_fp32[2:] if name in weights}
         out_SBHP, state = ops.mamba3(
             x, z, b, c, parts["dt"], parts["A"], parts["trap"], parts["angles"], **weights, **self.options,
@@ -170,7 +170,7 @@ class M2RNN(_Mixer):
         """``[B, S, D] -> ([B, S, D], state)``; the other arguments as in :func:`megacpp_mcore.ops.m2rnn`."""
         parts = {name: linear(hidden_BSD).transpose(0, 1) for name, linear in self.in_proj.items()}
         v, g = (parts[name].unflatten(-1, self.by_head) for name in "vg")
-        weights: dict[str, Any] = {name: one for name, one in self.named_parameters() if "." not in name}
+        weights: dict[str, Any] = {name: param for name, param in self.named_parameters() if "." not in name}
         weights["W"] = weights["W"].view(*self.by_head, self.by_head[1])
         out_SBC, state = ops.m2rnn(
             parts["q"], parts["k"], v, g, parts["f"], **weights, eps=self.eps, backend=self.backend,

@@ -76,10 +76,10 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         """Return all states, of no step where there was none; each with the count of steps, as PyTorch's Adam has it."""
         for param in self._params():
             self.initialize_state(param)
-        found = super().state_dict()
-        steps = {number: float(group["step"]) for group in found["param_groups"] for number in group["params"]}
-        states = {number: {**state, "step": torch.tensor(steps[number])} for number, state in found["state"].items()}
-        return found | {"state": states}
+        stored = super().state_dict()
+        steps = {number: float(group["step"]) for group in stored["param_groups"] for number in group["params"]}
+        states = {number: {**state, "step": torch.tensor(steps[number])} for number, state in stored["state"].items()}
+        return stored | {"state": states}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -57,8 +57,8 @@ def split_rows(parts: Sequence[torch.Tensor], rows: int) -> list[tuple[torch.Ten
     """Return ``parts`` [S, B, …] by blocks of ``rows``; backward copies each block's gradients once, to where those of the
     parts make up a whole as :func:`empty_gradients` lays it out."""
     blocks = -(-len(parts[0]) // rows)
-    found = _SplitRows.apply(rows, *parts)
-    return list(zip(*(found[start : start + blocks] for start in range(0, len(found), blocks)), strict=True))
+    slices = _SplitRows.apply(rows, *parts)
+    return list(zip(*(slices[start : start + blocks] for start in range(0, len(slices), blocks)), strict=True))
 
 
 class _SplitRows(torch.autograd.Function):

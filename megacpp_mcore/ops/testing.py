@@ -92,8 +92,8 @@ def assert_parity(
             limit = max(rms, PEER_RATIO * peers_worst)
         if max_abs_factor is not None:
             largest, peers = (
-                float((one.double().to(expected.device) - expected.double()).abs().max())
-                for one in (actual, dtype_peer)
+                float((tensor.double().to(expected.device) - expected.double()).abs().max())
+                for tensor in (actual, dtype_peer)
             )
             if not largest <= max_abs_factor * peers:
                 raise AssertionError(

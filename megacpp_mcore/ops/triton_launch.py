@@ -92,9 +92,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         given.append(argument)
     key, driver = tuple(kinds), triton.runtime.driver.active
     device = driver.get_current_device()
-    found = _compiled.get(key)
-    if found is not None and found[1] == device:
-        compiled, _, placeholders = found
+    cached = _compiled.get(key)
+    if cached is not None and cached[1] == device:
+        compiled, _, placeholders = cached
         compiled.run(
             *(*grid, 1, 1)[:3], driver.get_current_stream(device), compiled.function, compiled.packed_metadata, None,
             None, None, *given, *placeholders,

@@ -55,12 +55,12 @@ def entry(name: str) -> Callable[..., Any]:
     """
     module, _, attribute = ENTRIES[name].partition(":")
     try:
-        found: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
+        function: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:
         raise BackendError(
             f"{module} cannot be used ({error!r}): install the extra {_extra(name)} of megacpp-mcore, or name another backend"
         ) from error
-    return found
+    return function
 
 
 def _extra(name: str) -> str:
@@ -69,11 +69,11 @@ def _extra(name: str) -> str:
 
 def installed(name: str) -> ProbeResult:
     """Return whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
-    found = probe_import(ENTRIES[name].partition(":")[0])
+    probe = probe_import(ENTRIES[name].partition(":")[0])
     return (
-        found
-        if found.ok
-        else ProbeResult(False, f"{found.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
+        probe
+        if probe.ok
+        else ProbeResult(False, f"{probe.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
     )
 
 
@@ -95,10 +95,10 @@ def tried(
         return ProbeResult(False, "torch sees no CUDA device")
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            given = [leaf.requires_grad_() for leaf in leaves()]
-            want = _outcome(truth, [leaf.detach().float().requires_grad_() for leaf in given])
-            have = _outcome(call, given)
-        worst = max(worst_row(one, other, what) for one, other in zip(have, want, strict=True))
+            inputs = [leaf.requires_grad_() for leaf in leaves()]
+            expected = _outcome(truth, [leaf.detach().float().requires_grad_() for leaf in inputs])
+            actual = _outcome(call, inputs)
+        worst = max(worst_row(a, b, what) for a, b in zip(actual, expected, strict=True))
     except Exception as error:
         return ProbeResult(False, f"{what} failed: {error!r}".replace("\n", " "))
     if not worst < TOLERANCE:

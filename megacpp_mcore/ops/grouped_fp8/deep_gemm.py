@@ -38,9 +38,9 @@ def grouped_product(
         BackendError: DeepGEMM does not import, or its call fails.
     """
     counts = reference.check(x_TI, x_scale_Ti, w_EOI, w_scale_Eoi, counts_E)
-    found = probe_import("deep_gemm")
-    if not found.ok:
-        raise BackendError(f"DeepGEMM cannot be used: {found.reason}")
+    probe = probe_import("deep_gemm")
+    if not probe.ok:
+        raise BackendError(f"DeepGEMM cannot be used: {probe.reason}")
     experts = torch.arange(len(counts), device=x_TI.device, dtype=torch.int32)
     index_T = experts.repeat_interleave(torch.tensor(counts, device=x_TI.device))
     y_TO = torch.empty(x_TI.shape[0], w_EOI.shape[1], device=x_TI.device, dtype=torch.bfloat16)
@@ -55,9 +55,9 @@ def grouped_product(
 @functools.cache
 def probe() -> ProbeResult:
     """Return whether one grouped call on this machine agrees with plain PyTorch: run and compared once per process."""
-    found = probe_import("deep_gemm")
-    if not found.ok:
-        return found
+    probe = probe_import("deep_gemm")
+    if not probe.ok:
+        return probe
     if not torch.cuda.is_available():
         return ProbeResult(False, "torch sees no CUDA device")
     try:

@@ -71,4 +71,4 @@ def grouped_product(
     """
     counts = check(x_TI, x_scale_Ti, w_EOI, w_scale_Eoi, counts_E)
     x, w = dequantized(x_TI, x_scale_Ti, w_EOI, w_scale_Eoi)
-    return torch.cat([rows @ one.T for rows, one in zip(x.split(counts), w, strict=True)]).bfloat16()
+    return torch.cat([rows @ expert.T for rows, expert in zip(x.split(counts), w, strict=True)]).bfloat16()

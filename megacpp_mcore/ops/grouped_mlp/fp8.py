@@ -390,8 +390,8 @@ def _weight_gradient(
     adds = total is not None and total.dtype == torch.float32
     dw_EMN = total if total is not None and adds else x.new_empty(E, M, N)
     tiles = (
-        TensorDescriptor.from_tensor(one.values_WP, [height, tile["BK"]])
-        for one, height in ((left, tile["BM"]), (right, tile["BN"]))
+        TensorDescriptor.from_tensor(operand.values_WP, [height, tile["BK"]])
+        for operand, height in ((left, tile["BM"]), (right, tile["BN"]))
     )
     launch(
         weight_gradient, (triton.cdiv(M, tile["BM"]) * triton.cdiv(N, tile["BN"]), E), *tiles, left.scale_1, right.scale_1,

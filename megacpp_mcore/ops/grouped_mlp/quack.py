@@ -129,8 +129,8 @@ routed_mlp = functools.partial(triton.routed_mlp, products=QUACK)
 @functools.cache
 def probe() -> ProbeResult:
     """Return whether one call agrees with the reference: run and compared once per process."""
-    if not (found := vendors.installed("quack")).ok:
-        return found
+    if not (probe := vendors.installed("quack")).ok:
+        return probe
     T, E, D, F = 96, 3, 128, 128
 
     def leaves() -> list[torch.Tensor]:

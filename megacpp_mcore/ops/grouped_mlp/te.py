@@ -98,8 +98,8 @@ def routed_mlp(
 
 
 def _require(*features: str) -> None:
-    if not (found := te_imports.feature(*features)).ok:
-        raise BackendError(f"experts by Transformer Engine cannot be used: {found.reason}")
+    if not (probe := te_imports.feature(*features)).ok:
+        raise BackendError(f"experts by Transformer Engine cannot be used: {probe.reason}")
 
 
 def _product(x_RI: torch.Tensor, counts_E: torch.Tensor, weight_EOI: torch.Tensor) -> torch.Tensor:

@@ -147,10 +147,10 @@ def score_all(
     check_indexer(q_SBHD, k_TBD, w_SBH)
     _check_kernels(q_SBHD, k_TBD, tuple(SCORE_ALL))
     (S, B, H, D), T, R = q_SBHD.shape, len(k_TBD), score_BRT.shape[1]
-    found = (score_BRT.dtype, tuple(score_BRT.shape), score_BRT.stride()[1:])
-    if found != (torch.float32, (B, R, T), (T, 1)) or not 0 <= first <= first + R <= S:
+    layout = (score_BRT.dtype, tuple(score_BRT.shape), score_BRT.stride()[1:])
+    if layout != (torch.float32, (B, R, T), (T, 1)) or not 0 <= first <= first + R <= S:
         raise ModelError(
-            f"scores of {S} queries from {first} on have dtype, shape and last strides {found}, expected "
+            f"scores of {S} queries from {first} on have dtype, shape and last strides {layout}, expected "
             f"{(torch.float32, (B, f'at most {S - first}', T), (T, 1))}"
         )
     q, k = _rows(q_SBHD), _rows(k_TBD)

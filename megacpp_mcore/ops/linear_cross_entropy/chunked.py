@@ -175,9 +175,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         column_N = torch.empty_like(label_N)
         for rows, logit_CV in head.chunks():
             label_C, factor_C = label_N[rows], None if factor_N is None else factor_N[rows]
-            found = kernels.statistics(logit_CV, label_C, factor_C if options.group is None else None)
-            top_N[rows], column_N[rows] = found.top, found.column
-            loss_N[rows], logsumexp_N[rows] = found.losses(label_C, logit_CV.shape[1], options.group)
+            statistics = kernels.statistics(logit_CV, label_C, factor_C if options.group is None else None)
+            top_N[rows], column_N[rows] = statistics.top, statistics.column
+            loss_N[rows], logsumexp_N[rows] = statistics.losses(label_C, logit_CV.shape[1], options.group)
             if gradients is not None:
                 if options.group is not None:
                     kernels.gradient_(logit_CV, label_C, logsumexp_N[rows], factor_C)
@@ -206,8 +206,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if main_grad is not None:
                 kernels.add_scaled_(main_grad.buffer, saved[1], factor_1)
                 saved[1] = None
-            found = [None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved]
-            for out, gradient in zip(found, saved, strict=True):
+            gradients_out = [
+                None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved
+            ]
+            for out, gradient in zip(gradients_out, saved, strict=True):
                 if out is not None:
                     kernels.add_scaled_(out, gradient, factor_1, beta=0.0)
         else:
@@ -218,10 +220,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 factor_C = grad_N[rows] * options.logit_scale
                 kernels.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
                 gradients.add(logit_CV, rows)
-            found = [None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients.finish(hidden)]
+            gradients_out = [
+                None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients.finish(hidden)
+            ]
         if main_grad is not None:
-            found[1] = main_grad.placeholder()
-        return (*found, None, None, None)
+            gradients_out[1] = main_grad.placeholder()
+        return (*gradients_out, None, None, None)
 
 
 def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:

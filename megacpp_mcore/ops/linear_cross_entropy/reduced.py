@@ -106,8 +106,8 @@ def _check(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tens
 def probe(name: str) -> ProbeResult:
     """Return whether one call of ``liger`` or ``quack`` agrees with plain PyTorch: run and compared once per process."""
 
-    if not (found := vendors.installed(name)).ok:
-        return found
+    if not (probe := vendors.installed(name)).ok:
+        return probe
 
     def leaves() -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(7)
@@ -121,7 +121,7 @@ def probe(name: str) -> ProbeResult:
     vendor: Callable[..., Any] = {"liger": liger, "quack": quack}[name]
 
     def call(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = vendor(hidden_NH, weight_VH, torch.arange(256, device="cuda") * 3)
-        return found
+        loss: torch.Tensor = vendor(hidden_NH, weight_VH, torch.arange(256, device="cuda") * 3)
+        return loss
 
     return vendors.tried(f"a call of {name}'s linear cross-entropy", call, plain, leaves)

@@ -69,17 +69,17 @@ def softmax_rows(
     if logsumexp_C is None:
         # From the lowest finite number on: the difference of two −∞ is NaN.
         top = tl.full([BLOCK // GROUP], LOWEST, tl.float32)
-        total, found = tl.zeros_like(top), tl.zeros_like(starts)
+        total, first_of_top = tl.zeros_like(top), tl.zeros_like(starts)
         for first in range(0, V, BLOCK):
             x = _load(row, first + columns, V, stride)
             peak = tl.maximum(top, tl.max(x, axis=1))
             total = total * _exp(top - peak) + tl.sum(_exp(x - peak[:, None]), axis=1)
-            found = tl.where(peak > top, first, found)
+            first_of_top = tl.where(peak > top, first, first_of_top)
             top = peak
         peak = tl.max(top, axis=0)
         total = tl.sum(total * _exp(top - peak), axis=0)
         # The first column among equals: the first group that has the maximum, and the first column in it.
-        group = tl.min(tl.where(top == peak, found + starts, V), axis=0)
+        group = tl.min(tl.where(top == peak, first_of_top + starts, V), axis=0)
         place = tl.min(tl.where(_load(row, group + within, V, stride) == peak, within, GROUP), axis=0)
         picked = tl.load(row + tl.maximum(label, 0)).to(tl.float32)
         tl.store(top_C + pid, peak)
@@ -104,12 +104,12 @@ def softmax_rows(
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:
     """Compute as the eager function of this name, by Triton kernels."""
-    found = Statistics(
+    statistics = Statistics(
         *(logit_CV.new_empty(len(logit_CV), dtype=dtype) for dtype in (torch.float32, torch.int64)),
         *(logit_CV.new_empty(len(logit_CV), dtype=torch.float32) for _ in range(2)),
     )
-    _launch(logit_CV, label_C, *found, None, weight_C)
-    return found
+    _launch(logit_CV, label_C, *statistics, None, weight_C)
+    return statistics
 
 
 def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.Tensor, weight_C: torch.Tensor) -> None:

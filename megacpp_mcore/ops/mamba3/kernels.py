@@ -605,14 +605,14 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
             v = _tile(x_ptr, inside, EVEN)
             if MIMO:
                 v = v * tl.load(mx_ptr).to(tl.float32)
-        one = tl.arange(0, ACROSS) % L
-        down, across = tl.load(la_ptr + token)[:, None], tl.load(la_ptr + one)[None, :]
+        pos = tl.arange(0, ACROSS) % L
+        down, across = tl.load(la_ptr + token)[:, None], tl.load(la_ptr + pos)[None, :]
         if QUERIES_DOWN:
-            w, gamma = tl.load(w_ptr + one)[None, :], tl.load(gamma_ptr + one)[None, :]
-            weights = _weights(down, across, w, gamma, token[:, None], one[None, :])
+            w, gamma = tl.load(w_ptr + pos)[None, :], tl.load(gamma_ptr + pos)[None, :]
+            weights = _weights(down, across, w, gamma, token[:, None], pos[None, :])
         else:
             w, gamma = tl.load(w_ptr + token)[:, None], tl.load(gamma_ptr + token)[:, None]
-            weights = _weights(across, down, w, gamma, one[None, :], token[:, None])
+            weights = _weights(across, down, w, gamma, pos[None, :], token[:, None])
     return v, from_start, to_end, chunk_decay, weights
 
 
@@ -635,10 +635,10 @@ def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROW
 @triton.jit
 def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr):
     """Load x or z of a chunk, [L, P], from token ``start`` on. Padding repeats the last token, without effect."""
-    one, p = tl.arange(0, L), tl.arange(0, P)
+    pos, p = tl.arange(0, L), tl.arange(0, P)
     if not EVEN:
-        one = tl.minimum(one, S - 1 - start)
-    return tl.load(ptr + one[:, None] * (stride * 8) + p[None, :])
+        pos = tl.minimum(pos, S - 1 - start)
+    return tl.load(ptr + pos[:, None] * (stride * 8) + p[None, :])
 
 
 @triton.jit
@@ -662,11 +662,11 @@ def chunk_scan_fwd(x_desc, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr,
     DT: tl.constexpr = x_desc.dtype
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
-    token, rank, one = m % L, m // L, tl.arange(0, L)
+    token, rank, pos = m % L, m // L, tl.arange(0, L)
     t0 = seg * (CHUNKS * L)
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     z_rows = token[:, None] * (sz_s * 8) + p[None, :]
-    y_rows = one[:, None] * (B * H * P) + p[None, :]
+    y_rows = pos[:, None] * (B * H * P) + p[None, :]
     table = bh * SP + t0
     z_ptr += t0.to(tl.int64) * (sz_s * 8) + b.to(tl.int64) * sz_b * 8 + h * P
     if GATED:
@@ -716,7 +716,7 @@ def chunk_scan_fwd(x_desc, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr,
             if EVEN:
                 tl.store(y_ptr + y_rows, mixed)
             else:
-                tl.store(y_ptr + y_rows, mixed, mask=(start + one < S)[:, None])
+                tl.store(y_ptr + y_rows, mixed, mask=(start + pos < S)[:, None])
             y_ptr += L * B * (H * P)
         if AHEAD:
             z = z_next
@@ -727,8 +727,8 @@ def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
                  R: tl.constexpr, P: tl.constexpr, L: tl.constexpr, TOKENS: tl.constexpr,
                  EVEN: tl.constexpr):  # fmt: skip
     """Load z, dy and every rank's y of TOKENS tokens of a segment, [TOKENS, P]."""
-    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
-    t = first + one[:, None]
+    pos, p = tl.arange(0, TOKENS), tl.arange(0, P)
+    t = first + pos[:, None]
     if EVEN:
         z = tl.load(z_ptr + t * (sz_s * 8) + p[None, :])
         dy = tl.load(dy_ptr + t * (sy_s * 8) + p[None, :])
@@ -738,7 +738,7 @@ def _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, first, t0, S,
     ys = ()
     for rank in tl.static_range(R):
         at = first // L * (R * L * P) + rank * (L * P) + first % L * P
-        ys = ys + (tl.load(y_ptr + at + one[:, None] * P + p[None, :]),)  # noqa: RUF005
+        ys = ys + (tl.load(y_ptr + at + pos[:, None] * P + p[None, :]),)  # noqa: RUF005
     return z, dy, ys
 
 
@@ -767,10 +767,10 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t0 = seg * (CHUNKS * L)
     TOKENS: tl.constexpr = min(L, max(4, 16 // R))
-    one, p = tl.arange(0, TOKENS), tl.arange(0, P)
-    tile = one[:, None] * P + p[None, :]
+    pos, p = tl.arange(0, TOKENS), tl.arange(0, P)
+    tile = pos[:, None] * P + p[None, :]
     mix = h * (R * P) + p
-    dz_rows = one[:, None] * (sg_s * 8) + p[None, :]
+    dz_rows = pos[:, None] * (sg_s * 8) + p[None, :]
     y_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
     do_ptr += ((b * H + h).to(tl.int64) * SP + t0) * (R * P)
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
@@ -796,7 +796,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
         )  # fmt: skip
         dz = tl.zeros((TOKENS, P), tl.float32)
         z, dy = z.to(tl.float32), dy.to(tl.float32)
-        x = _tile(x_ptr + (first + one[:, None]) * (sx_s * 8) + p[None, :], (t0 + first + one < S)[:, None], EVEN)
+        x = _tile(x_ptr + (first + pos[:, None]) * (sx_s * 8) + p[None, :], (t0 + first + pos < S)[:, None], EVEN)
         sigmoids = _sigmoids(z, mz_ptr + mix, R, P, MIMO)
         if NORM:
             out = tl.zeros((TOKENS, P), tl.float32)
@@ -843,7 +843,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
         if EVEN:
             tl.store(dz_ptr + first * (sg_s * 8) + dz_rows, dz)
         else:
-            tl.store(dz_ptr + first * (sg_s * 8) + dz_rows, dz, mask=(t0 + first + one < S)[:, None])
+            tl.store(dz_ptr + first * (sg_s * 8) + dz_rows, dz, mask=(t0 + first + pos < S)[:, None])
         z, dy, ys = z_next, dy_next, ys_next
     part = (b * NSEG + seg).to(tl.int64) * part_s
     tl.store(dD_ptr + part + h, tl.sum(tl.sum(dD, 1), 0))
@@ -902,11 +902,11 @@ def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w
     DT: tl.constexpr = x_ptr.dtype.element_ty
     bh = (b * H + h).to(tl.int64)
     m, n, p = tl.arange(0, M), tl.arange(0, N), tl.arange(0, P)
-    token, rank, one = m % L, m // L, tl.arange(0, L)
+    token, rank, pos = m % L, m // L, tl.arange(0, L)
     t0 = seg * (CHUNKS * L)
     mix = h * (R * P) + rank[:, None] * P + p[None, :]
     x_rows = token[:, None] * (sx_s * 8) + p[None, :]
-    dx_rows = one[:, None] * (sg_s * 8) + p[None, :]
+    dx_rows = pos[:, None] * (sg_s * 8) + p[None, :]
     table = bh * SP + t0
     boundary = (bh * (NSEG + 1) + seg) * (P * N) + p[:, None] * N + n[None, :]
     x_ptr += t0.to(tl.int64) * (sx_s * 8) + b.to(tl.int64) * sx_b * 8 + h * P
@@ -933,7 +933,7 @@ def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w
         if VALUES:
             scores = _dot(k, q.T)
             dgamma = tl.sum(tl.where(token[:, None] == token[None, :], dweights * scores, 0.0), 1)
-            tl.store(dgamma_ptr + row + one, _rows_over_ranks(dgamma, R, L))
+            tl.store(dgamma_ptr + row + pos, _rows_over_ranks(dgamma, R, L))
             scores = (_weighted(scores, weights, M, R, L) + tl.where(m[:, None] == m[None, :], skip, 0.0)).to(DT)
             dv = _dot(k, rounded.T) * to_end[:, None]
             dv = _dot(scores, do, dv).to(DT).to(tl.float32)
@@ -946,7 +946,7 @@ def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w
             if EVEN:
                 tl.store(out, dx)
             else:
-                tl.store(out, dx, mask=(start + one < S)[:, None])
+                tl.store(out, dx, mask=(start + pos < S)[:, None])
         if KEYS:
             dweights = _weighted(dweights, weights, M, R, L).to(DT)
             dk = _dot(v, rounded) * to_end[:, None]
@@ -1001,7 +1001,7 @@ def rotate_bwd(bn_ptr, cn_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_pt
     dnormed_ptr += share.to(tl.int64) * (tl.num_programs(2) * G * R) * SP * N
     drotation_ptr += which * (B * H * SP) * A
     m, n, i = tl.arange(0, M), column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
-    one, r = tl.arange(0, L), tl.arange(0, R)
+    pos, r = tl.arange(0, L), tl.arange(0, R)
     token, rank = m % L, m // L
     tile = m[:, None] * N + n[None, :]
     rows = (rank * SP + chunk * L + token)[:, None] * N + n[None, :]
@@ -1019,9 +1019,9 @@ def rotate_bwd(bn_ptr, cn_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_pt
         d_first = rotated_first * cos + rotated_second * sin
         d_second = rotated_second * cos - rotated_first * sin
         # A rotation of both leaves the dot product of a plane's key and its gradient unchanged.
-        tl.store(value_ptr + row + one, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
+        tl.store(value_ptr + row + pos, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
         drotation = tl.sum(first * d_second - second * d_first, 0)
-        tl.store(drotation_ptr + row * A + one[:, None] * A + i[None, :], drotation, mask=shown)
+        tl.store(drotation_ptr + row * A + pos[:, None] * A + i[None, :], drotation, mask=shown)
         back = tl.reshape(tl.join(d_first, d_second), (R, L, COLUMNS))
         dnormed += back
         at = ((table * (SP // L) + chunk) * H + h).to(tl.int64) * (R * N) + r[:, None] * N + n[None, :]

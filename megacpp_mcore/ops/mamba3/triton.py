@@ -340,7 +340,7 @@ def _in_blocks(
     how: Mapping[str, Any],
 ) -> tuple[torch.Tensor, Mamba3State | None]:
     """Compute :func:`mamba3` of rows of time ``block`` tokens at a time, forward and, by autograd, backward."""
-    count, found = len(rows[0]), []
+    count, outs = len(rows[0]), []
     for first, parts in zip(range(0, count, block), split_rows(rows, block), strict=True):
         end = min(first + block, count)
         seq_idx = None if seq_idx_BS is None else seq_idx_BS[:, first:end]
@@ -350,8 +350,8 @@ def _in_blocks(
         is_passed = final or end < count
         of_block: Any = partial(mamba3, seq_idx=seq_idx, initial_state=state, return_final_state=is_passed, **how)
         out_SBHP, state = of_block(*parts, chunk_size=0)
-        found.append(out_SBHP)
-    return torch.cat(found), state
+        outs.append(out_SBHP)
+    return torch.cat(outs), state
 
 
 mamba3_keep_scan = partial(mamba3, keep="scan")
@@ -639,7 +639,7 @@ def _backward(
     gradients = empty_gradients(*inputs)
     if gradients[2].stride() != gradients[3].stride():
         gradients[2:4] = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs[2:4])
-    found = []
+    of_batches = []
     for rows in plan.batches:
         some = plan if rows.stop - rows.start == plan.B else replace(plan, B=rows.stop - rows.start)
         of_rows: list[Any] = [inputs, gradients, dout, saved_tables, seq_idx, theta0, states, dh, dtheta]
@@ -647,8 +647,8 @@ def _backward(
             by_token = ([t[:, rows] for t in inputs], [t[:, rows] for t in gradients], dout[:, rows])
             of_tables = [saved_tables[0][:, rows], *(t[rows] for t in saved_tables[1:])] if saved_tables else []
             of_rows = [*by_token, of_tables, *(None if t is None else t[rows] for t in of_rows[4:])]
-        found.append(_backward_of_rows(some, parameters, dt_bias, norms, *of_rows))
-    *sums, dh0, dtheta0 = zip(*found, strict=True)
+        of_batches.append(_backward_of_rows(some, parameters, dt_bias, norms, *of_rows))
+    *sums, dh0, dtheta0 = zip(*of_batches, strict=True)
     of_segments, of_biases, of_norms = (reduce(torch.add, parts) for parts in sums)
     ddt_bias, dD, *mixes, dout_norm = of_segments.split(plan.part_sizes)
     mixes = [t.view(-1, plan.R, plan.P) for t in mixes]

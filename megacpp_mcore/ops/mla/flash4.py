@@ -83,8 +83,8 @@ def attend(
 @functools.cache
 def probe() -> ProbeResult:
     """Return whether one causal call at NAM56R's widths agrees with plain PyTorch: run and compared once per process."""
-    found = vendors.installed("flash4")
-    return found if not found.ok else tried("a causal call of FlashAttention-4", attend)
+    probe = vendors.installed("flash4")
+    return probe if not probe.ok else tried("a causal call of FlashAttention-4", attend)
 
 
 def probe_engine() -> ProbeResult:
@@ -92,8 +92,8 @@ def probe_engine() -> ProbeResult:
 
     2.20.2 passes it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
     """
-    found = te_imports.feature("attention")
-    return found if not found.ok else _engine_runs()
+    probe = te_imports.feature("attention")
+    return probe if not probe.ok else _engine_runs()
 
 
 @functools.cache

@@ -206,13 +206,13 @@ def check_indexer_inputs(
     """Raise ModelError unless these are arguments of :func:`indexer_inputs`."""
     require_float(hidden_SBD=hidden_SBD)
     weights = (q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
-    found, dtypes = [tuple(one.shape) for one in weights], {one.dtype for one in (hidden_SBD, latent_SBQ, *weights)}
+    shapes, dtypes = [tuple(weight.shape) for weight in weights], {t.dtype for t in (hidden_SBD, latent_SBQ, *weights)}
     (S, B, D), (heads, R, Q) = hidden_SBD.shape, (len(w_down_ND), len(k_norm_R), latent_SBQ.shape[-1])
     expected = [(heads * R, Q), (R, D), (R,), (R,), (heads, D)]
-    if found != expected or tuple(latent_SBQ.shape) != (S, B, Q):
+    if shapes != expected or tuple(latent_SBQ.shape) != (S, B, Q):
         raise ModelError(
             f"an indexer of {heads} heads on hidden states {(S, B, D)} has latents {tuple(latent_SBQ.shape)} and weights "
-            f"{found}; expected {(S, B, Q)} and {expected}"
+            f"{shapes}; expected {(S, B, Q)} and {expected}"
         )
     if len(dtypes) > 1:
         raise ModelError(f"an indexer's inputs and weights are of {sorted(map(str, dtypes))}; expected one dtype")

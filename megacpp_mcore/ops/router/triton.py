@@ -75,7 +75,7 @@ class Route(torch.autograd.Function):
         """Compute the gradient of the logits."""
         logits_TE, score_TE, routing_TE = ctx.saved_tensors
         dscore_BE, dsquared = others[-2:]
-        given = [None if one is None else one.contiguous() for one in (dprobs_TE, dscore_BE, dsquared)]
+        given = [None if grad is None else grad.contiguous() for grad in (dprobs_TE, dscore_BE, dsquared)]
         (T, E), dlogits_TE = logits_TE.shape, torch.empty_like(logits_TE)
         grid, shape = _launch(T, E, ctx.batch)
         if T:

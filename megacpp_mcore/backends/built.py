@@ -48,7 +48,7 @@ def owner(module: Any) -> str:
     return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
 
 
-def _is_mamba_ssms(module: Any) -> bool:
+def _is_from_mamba_ssm(module: Any) -> bool:
     """Whether mamba-ssm computes this, as the gated norm of Megatron's Mamba-2: no ``--transformer-impl`` replaces it."""
     return any(kind.__module__.partition(".")[0] == "mamba_ssm" for kind in type(module).__mro__)
 
@@ -81,7 +81,7 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield linears, norms and experts of each layer; one record for each combination of request and owner."""
     found: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
-        follows = getattr(module, "follows_transformer_impl", True) and not _is_mamba_ssms(module)
+        follows = getattr(module, "follows_transformer_impl", True) and not _is_from_mamba_ssm(module)
         is_ours = any(made.observed != STOCK for made in _answers(module))
         is_missing = type(module).__name__ == "IdentityOp"  # by Megatron in its place
         computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and not is_missing

@@ -191,16 +191,18 @@ def _check_forms(given: flags.Flags) -> None:
 def _check_sets(named: Sequence[Blend], given: flags.Flags) -> None:
     """Refuse to train or evaluate on nothing: stock ends at once with status 0, or at the first evaluation in a TypeError."""
     iterations = flags.first(given, "--eval-iters") or _DEFAULT_EVAL_ITERS
-    asked = "--full-validation" if "--full-validation" in given else f"--eval-iters {iterations}"
+    option = "--full-validation" if "--full-validation" in given else f"--eval-iters {iterations}"
     split, is_split = flags.first(given, "--split") or _DEFAULT_SPLIT, named[0].flag not in SPLIT_FLAGS
     has = _shares(split) if is_split else [float(any(one.flag == flag for one in named)) for flag in SPLIT_FLAGS]
-    found = f"--split {split} leaves it no share" if is_split else "no dataset is named for it"
+    reason = f"--split {split} leaves it no share" if is_split else "no dataset is named for it"
     if "--skip-train" not in given and not any(has[:1]):
         instead = "a first share, such as --split 98,2,0" if is_split else f"{SPLIT_FLAGS[0]} PREFIX"
-        raise DataError(f"the run trains on the training set, and {found}; expected {instead}, or --skip-train")
+        raise DataError(f"the run trains on the training set, and {reason}; expected {instead}, or --skip-train")
     if ("--full-validation" in given or _number(iterations)) and not any(has[1:2]):
         instead = "a second share, such as --split 98,2,0" if is_split else f"{SPLIT_FLAGS[1]} PREFIX"
-        raise DataError(f"{asked} evaluates on the validation set, and {found}; expected {instead}, or --eval-iters 0")
+        raise DataError(
+            f"{option} evaluates on the validation set, and {reason}; expected {instead}, or --eval-iters 0"
+        )
 
 
 def _shares(text: str) -> list[float | None]:

@@ -49,10 +49,10 @@ def prepare_stdlib_corpus(output_prefix: str, *, workers: int = 1, overwrite: bo
         DataError: as :func:`megacpp_mcore.data.prepare.prepare` does.
     """
     command = f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}"
-    found = f"{output_prefix}_train", f"{output_prefix}_heldout"
+    prefixes = f"{output_prefix}_train", f"{output_prefix}_heldout"
     with contextlib.suppress(DataError):  # none, or a damaged one, which is refused below
-        if not overwrite and all(verify(prefix).command == command for prefix in found):
-            return found
+        if not overwrite and all(verify(prefix).command == command for prefix in prefixes):
+            return prefixes
     plan = Plan(
         output=output_prefix,
         sources=find_stdlib_sources(),

@@ -129,8 +129,8 @@ def _check_arrays(index: DatasetIndex) -> None:
     ends = np.zeros_like(index.pointers_S)
     np.cumsum(index.lengths_S[:-1].astype(np.int64) * index.dtype.itemsize, out=ends[1:])
     for number in np.flatnonzero(index.pointers_S != ends)[:1]:
-        found = f"pointer {index.pointers_S[number]} for sequence {number}"
-        raise _damaged(path, found, f"{ends[number]}, the end of the sequence before it")
+        pointer = f"pointer {index.pointers_S[number]} for sequence {number}"
+        raise _damaged(path, pointer, f"{ends[number]}, the end of the sequence before it")
     if bounds[0] != 0 or bounds[-1] != len(index.lengths_S) or bool((np.diff(bounds) < 0).any()):
         expected = f"bounds that rise from 0 to {len(index.lengths_S)}, the number of sequences"
         raise _damaged(path, f"document bounds from {bounds[0]} to {bounds[-1]}", expected)

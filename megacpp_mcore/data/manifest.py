@@ -91,10 +91,10 @@ def load_manifest(prefix: str) -> Manifest:
     try:
         with open(path, "rb") as stream:
             body = json.loads(stream.read())
-        found = body.pop("schema_version", None) if isinstance(body, dict) else type(body).__name__
-        if type(found) is not int or found != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {found!r}, expected {SCHEMA_VERSION}")
-        checksum, expected = body.pop("checksum", None), _digest({"schema_version": found, **body})
+        version = body.pop("schema_version", None) if isinstance(body, dict) else type(body).__name__
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {version!r}, expected {SCHEMA_VERSION}")
+        checksum, expected = body.pop("checksum", None), _digest({"schema_version": version, **body})
         if checksum != expected:
             raise ValueError(f"its checksum is {checksum!r}, expected {expected!r}")
         return Manifest(**body)
@@ -223,9 +223,9 @@ def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:
     last = index.read_last_tokens() if eod_id is not None else np.empty(0)
     wrong = np.flatnonzero(last != eod_id)
     if wrong.size:
-        found = last[wrong[0]]
+        last_id = last[wrong[0]]
         raise DataError(
-            f"{index.bin_path}: document {wrong[0]} ends with {f'id {found}' if found >= 0 else 'no token'}, expected the "
+            f"{index.bin_path}: document {wrong[0]} ends with {f'id {last_id}' if last_id >= 0 else 'no token'}, expected the "
             f"end-of-document id {eod_id} ({wrong.size} of {len(last)} documents do not end with it); the file is damaged or "
             "was made with another tokenizer: restore it from a copy or prepare it again"
         )

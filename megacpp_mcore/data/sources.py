@@ -130,10 +130,10 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
             raise DataError("an INPUT is empty; expected a file or a folder: is the variable that names it set?")
         root, links = Path(given), list[Path]()
         if os.path.isdir(root):
-            found = list(walk_files(root, patterns if globs else ("*",), links=links))
-            taken = [path for path in found if globs or _matches(path.name.lower(), patterns)]
+            paths = list(walk_files(root, patterns if globs else ("*",), links=links))
+            taken = [path for path in paths if globs or _matches(path.name.lower(), patterns)]
             sources += [make_source(path, path.relative_to(root).as_posix()) for path in taken]
-            others = Counter(path.suffix.lower() or "without a suffix" for path in set(found) - set(taken))
+            others = Counter(path.suffix.lower() or "without a suffix" for path in set(paths) - set(taken))
             if others:
                 kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
                 print(f"{root}: files left out: {kinds} (take some with --glob)", file=sys.stderr)

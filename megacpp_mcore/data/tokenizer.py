@@ -139,8 +139,8 @@ class HuggingFaceTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of ``token``; None if it is not a token of the vocabulary."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        token_id = self._tokenizer.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     def added_around_text(self) -> int:
         """Return how many tokens encoding adds to a text, unless told to add none."""

@@ -38,9 +38,9 @@ def _try_acquire(stock: Callable[[Any], bool], baton: Any) -> bool:
         return True
     try:
         age = f"the lock of a PyTorch extension, {time.time() - lock.stat().st_mtime:.0f} s old"
-        with lock.open("r+b", buffering=0) as found:
-            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if found.read() == _MARK and os.path.samestat(os.fstat(found.fileno()), lock.stat()):
+        with lock.open("r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == _MARK and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 lock.unlink()
                 console.say(f"megacpp-mcore: {lock}, {age}, was left by a process that has ended; removed")
                 return _try_acquire(stock, baton)

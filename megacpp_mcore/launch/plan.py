@@ -125,11 +125,11 @@ def check_sources(chosen: Plan) -> None:
     megatron = Checkout(folder) if folder and (folder / HOOKED_FILE).is_file() else Checkout.installed()
     names = [*chosen.applied, *(OF_NAM56R if chosen.has_own_spec else ())]
     if problems := megatron.unfit(names):
-        asked = ", ".join(chosen.patches)
+        requested = ", ".join(chosen.patches)
         raise LaunchError(
             f"megatron-core {megatron.version} in {megatron.root} is not one that this run's patches were written for: "
             f"{'; '.join(problems)}. `megacpp-mcore compat --checkout {megatron.root}` compares all of it; take a tested one "
-            f"({CHECKOUT_TAG}){f', or leave out --patch {asked}' if asked else ''}",
+            f"({CHECKOUT_TAG}){f', or leave out --patch {requested}' if requested else ''}",
             code="sources",
         )
 
@@ -255,9 +255,9 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
             "--dataloader-inter-document-masking instead, or --transformer-impl local --no-masked-softmax-fusion",
             code="mask-unread",
         )
-    if found := [flag for flag in UNSUPPORTED if flag in given and script is None]:
+    if unsupported := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(
-            f"the wheel's loop does not do {', '.join(found)}; leave that out, or name the "
+            f"the wheel's loop does not do {', '.join(unsupported)}; leave that out, or name the "
             f"{lowering.SCRIPTS[HYBRID if '--hybrid-layer-pattern' in given else GPT]} of a Megatron-LM checkout as the first "
             "word of the launch command",
             code="unsupported",

@@ -32,7 +32,7 @@ _UNWRITTEN = re.compile(
 )
 """What the writers of PyTorch and Megatron, or the system, say of a disk or quota that is full."""
 _LOST = re.compile(
-    r"(?s)(?:gloo|NCCL|torch\.distributed\.Dist).*?(?P<said>Connection reset by peer|Broken pipe|ncclRemoteError"
+    r"(?s)(?:gloo|NCCL|torch\.distributed\.Dist).*?(?P<cause>Connection reset by peer|Broken pipe|ncclRemoteError"
     r"|(?:Connection closed by peer|(?:Read|Write) error) \[(?P<address>.+?)\])"
 )
 """What gloo, NCCL and TCPStore say where another process has gone; gloo with its address."""
@@ -80,9 +80,9 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
         )
     if load is None or is_remote(load):
         return
-    if found := re.fullmatch(r"(.*?)/?iter_0*(\d+)/?", load):
+    if match := re.fullmatch(r"(.*?)/?iter_0*(\d+)/?", load):
         raise LaunchError(
-            f"--load {load} is one checkpoint; expected its folder: --load {found[1] or '.'} --ckpt-step {found[2]}"
+            f"--load {load} is one checkpoint; expected its folder: --load {match[1] or '.'} --ckpt-step {match[2]}"
         )
     starts_anew = save is not None and os.path.realpath(load) == os.path.realpath(save)  # a job's first time
     if here and not starts_anew and (problem := _unloadable(load, given)):
@@ -150,38 +150,38 @@ def _explained(error: BaseException) -> str | None:
     if "EADDRINUSE" in text:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"the port {where} is in use by another program; choose a free MASTER_PORT (torchrun --master-port), or end it"
-    if found := _OTHER_SCHEDULE.search(text):
+    if match := _OTHER_SCHEDULE.search(text):
         return (
-            f"the learning rate's schedule of the checkpoint has {found[3]} {found[2]}, and the run's {found[1]}; add "
+            f"the learning rate's schedule of the checkpoint has {match[3]} {match[2]}, and the run's {match[1]}; add "
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
         )
-    if found := _NOT_MET.search(text):
+    if match := _NOT_MET.search(text):
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
-            f"{found[1]} of {found[2]} processes came to {where} in time; the others have ended, as their own output says, or "
+            f"{match[1]} of {match[2]} processes came to {where} in time; the others have ended, as their own output says, or "
             "were not started with this address, or cannot reach it"
         )
     if len(ranks.hosts) > 1 and isinstance(error, RuntimeError):
-        said = "".join(traceback.format_exception_only(error))  # TCPStore says no more than "Broken pipe"
+        message = "".join(traceback.format_exception_only(error))  # TCPStore says no more than "Broken pipe"
         rank, size, host = os.environ.get("RANK"), len(ranks.hosts), socket.gethostname()
-        if found := _LOST.search(said):
+        if match := _LOST.search(message):
             return (
-                f"rank {rank} of {size} on {host} has lost its connection to {ranks.peers(found['address'])} "
-                f"({found['said']}): a process there has ended, whose own output says why, or that host cannot be reached; "
+                f"rank {rank} of {size} on {host} has lost its connection to {ranks.peers(match['address'])} "
+                f"({match['cause']}): a process there has ended, whose own output says why, or that host cannot be reached; "
                 "start all again with --load"
             )
-        if found := _UNANSWERED.search(said):
+        if match := _UNANSWERED.search(message):
             return (
-                f"another rank did not answer rank {rank} of {size} on {host} in {int(found[1]) / 1000:g} s; it may be slow, "
+                f"another rank did not answer rank {rank} of {size} on {host} in {int(match[1]) / 1000:g} s; it may be slow, "
                 "as in building indices or in a save: give it longer by --distributed-timeout-minutes; or it has ended, and "
                 "its own output says why"
             )
     save = flags.first(flags.read(sys.argv), "--save") if "checkpointing" in text else None  # not a cache elsewhere
-    if save and (found := _UNWRITTEN.search(text)):
+    if save and (match := _UNWRITTEN.search(text)):
         with contextlib.suppress(OSError):
             save += f", where {shutil.disk_usage(save).free / 1e9:.3g} GB are free"
         return (
-            f"a checkpoint could not be written in full to --save {save} ({found[0]}); make room, or name another folder, and "
+            f"a checkpoint could not be written in full to --save {save} ({match[0]}); make room, or name another folder, and "
             "start again with --load: the checkpoints before it are whole"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

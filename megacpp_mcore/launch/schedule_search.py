@@ -39,10 +39,10 @@ def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iter
         raise ModelError("the model has no Full DSA layer, whose indices others could share; see dsa.schedule")
 
     def scored(left: frozenset[int], became_shared: int | None) -> Round:
-        found = loss(left)
-        if not math.isfinite(found):
-            raise ModelError(f"the held-out loss with Full layers {sorted(left)} is {found}; expected a finite one")
-        return Round(left, became_shared, found)
+        value = loss(left)
+        if not math.isfinite(value):
+            raise ModelError(f"the held-out loss with Full layers {sorted(left)} is {value}; expected a finite one")
+        return Round(left, became_shared, value)
 
     left = frozenset(full)
     yield scored(left, None)

@@ -22,44 +22,44 @@ from megacpp_mcore.model.training import BY_MUON, DEFAULT_MODEL_CLASS, GPT, HYBR
 from megacpp_mcore.util import flags
 
 SPECS: Mapping[str, str] = MappingProxyType({f"{name}{end}": name for name in PRESETS for end in ("", "_hybrid")})
-"""Second word of ``--spec megacpp_mcore NAME`` to the preset that is built without a file, with either model class."""
+"""The second word of ``--spec megacpp_mcore NAME`` to the preset it builds without a file, with either model class."""
 SCRIPTS: Mapping[str, str] = MappingProxyType({GPT: "pretrain_gpt.py", HYBRID: "pretrain_hybrid.py"})
 """Model class to the stock script that builds it."""
 
 _IN_MODULES = ("megacpp_mcore.layer_specs.nam56r.nam56r", "megacpp_mcore.layer_specs.hybrid_model.nam56r_hybrid")
-"""Specs of one model class, by the modules that have them."""
+"""Dotted paths of the specs that build a single model class."""
 
 _UNUSED: Mapping[tuple[str, ...], str] = {
     (
         "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-groups", "--mamba-num-heads",
         "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype",
-    ): "is of stock's Mamba-2; Mamba-3's sizes are the model's, `overrides: {mamba3: …}` in the file of MEGACPP_CONFIG",
+    ): "belongs to Megatron's Mamba-2; set Mamba-3's sizes by `overrides: {mamba3: …}` in the file of MEGACPP_CONFIG",
     (
         "--linear-conv-kernel-dim", "--linear-key-head-dim", "--linear-value-head-dim", "--linear-num-key-heads",
         "--linear-num-value-heads", "--linear-attention-freq", "--gdp-num-householder", "--gdp-cutedsl-kernel",
         "--gdp-num-chunk-states-to-recompute",
-    ): "is of gated delta nets and products, which the model does not have",
+    ): "configures gated delta nets and products, which the model does not have",
     (
         "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--mrope-section",
         "--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow",
         "--yarn-correction-range-round-to-int", "--no-yarn-correction-range-round-to-int",
-    ): "scales positions otherwise than MLA does; its YaRN is the model's, `overrides: {mla: {yarn: …}}`",
+    ): "scales positions differently than MLA; set its YaRN by `overrides: {mla: {yarn: …}}`",
     (
         "--apply-query-key-layer-scaling", "--add-qkv-bias", "--num-query-groups",
-    ): "is of an attention that the model does not have",
+    ): "configures attention that the model does not have",
     (
         "--moe-router-pre-softmax", "--moe-router-quantile-balancing-ema", "--moe-token-drop-policy",
-    ): "is of a router that the model does not have",
-    ("--openai-gelu",): "is another GELU than the model's",
-    ("--moe-use-upcycling",): "makes experts of a dense model's layers, which the model does not have",
-    ("--cpu-offloading-num-layers",): "moves activations of stock's layers alone; recompute takes less memory, too",
-    ("--sft",): "reads conversations, where the model has texts of `megacpp-mcore data prepare`",
+    ): "configures a router that the model does not have",
+    ("--openai-gelu",): "is a different GELU from the model's",
+    ("--moe-use-upcycling",): "makes experts from a dense model's layers, which the model does not have",
+    ("--cpu-offloading-num-layers",): "offloads activations of Megatron's layers only; recompute saves memory, too",
+    ("--sft",): "reads conversations, but the model trains on texts of `megacpp-mcore data prepare`",
     (
         "--attention-backend", "--use-flash-attn", "--flash-attention-version", "--use-kitchen-attention",
         "--kitchen-attention-backend", "--batch-invariant-mode",
-    ): "chooses kernels of stock's attention; the model's are `backends: {mla: …}` in the file of MEGACPP_CONFIG",
+    ): "selects kernels of Megatron's attention; set the model's by `backends: {mla: …}` in the file of MEGACPP_CONFIG",
 }  # fmt: skip
-"""Flags of Megatron that the layers of this package would take without a word and without effect, and why."""
+"""Megatron flags that the layers of this package would silently ignore, and why."""
 
 
 def check_unused(words: Sequence[str]) -> None:
@@ -68,42 +68,42 @@ def check_unused(words: Sequence[str]) -> None:
     Raises:
         ArgumentMismatchError: one line per flag.
     """
-    given = flags.read(words)
-    found = [f"{flag} {why}" for unused, why in _UNUSED.items() for flag in unused if flag in given]
-    if found:
+    options = flags.read(words)
+    problems = [f"{flag} {why}" for unused, why in _UNUSED.items() for flag in unused if flag in options]
+    if problems:
         raise ArgumentMismatchError(
-            f"{'; '.join(found)}. NAM56R's layers read {'none of that' if len(found) > 1 else 'it not'}: leave it out"
+            f"{'; '.join(problems)}. NAM56R's layers ignore {'them: remove them' if len(problems) > 1 else 'it: remove it'}"
         )
 
 
 def check_overwritten(model: Model, words: Sequence[str]) -> None:
-    """Refuse a HybridModel's command line whose depths, or kind of attention, Megatron would overwrite by its pattern's.
+    """Refuse a HybridModel command line with depths or an attention variant that Megatron would overwrite by its pattern.
 
     Raises:
         ArgumentMismatchError: one line per flag.
     """
-    given = flags.read(words)
+    options = flags.read(words)
     by_pattern = {
         "--num-layers": model.depth,
         "--mtp-num-layers": model.mtp.depth,
         "--experimental-attention-variant": "dsa",
     }
-    found = [
-        f"{flag}: found {text}, expected {said}, as --hybrid-layer-pattern says: leave it out"
-        for flag, said in by_pattern.items()
-        if (text := flags.first(given, flag)) and text != str(said)
+    problems = [
+        f"{flag}: found {text}, expected {expected} as in --hybrid-layer-pattern; remove the flag"
+        for flag, expected in by_pattern.items()
+        if (text := flags.first(options, flag)) and text != str(expected)
     ]
-    if found:
-        raise ArgumentMismatchError("; ".join(found))
+    if problems:
+        raise ArgumentMismatchError("; ".join(problems))
 
 
 def spec_of(model: str) -> tuple[str, str]:
-    """Return the two words of ``--spec`` for a model's name; a model that is no preset has to be in the settings file."""
+    """Return the two words of ``--spec`` for a model's name; a model other than a preset has to be in the settings file."""
     return "megacpp_mcore", model if model in PRESETS else DEFAULT
 
 
 def preset_of(spec: Sequence[str] | None) -> str | None:
-    """Return the name of the preset that a ``--spec`` value names; None for specs that are not of this package."""
+    """Return the preset that a ``--spec`` value names; None for specs of other packages."""
     words = ".".join(spec or ())
     module, _, name = words.rpartition(".")
     return SPECS.get(name) if module == "megacpp_mcore" or words in _IN_MODULES else None
@@ -115,7 +115,7 @@ def model_class_of(arguments: Any) -> str:
 
 
 def model_arguments(model: Model, model_class: str = GPT) -> tuple[Argument, ...]:
-    """List the stock arguments that belong to the model, in a fixed order; of HybridModel's pattern, the fields it sets.
+    """List the stock arguments that describe the model, in a fixed order; for HybridModel also the fields its pattern sets.
 
     Raises:
         ModelError: unknown model class.
@@ -133,7 +133,7 @@ def model_flags(model: Model) -> set[str]:
 
 
 def _on_hybrid(model: Model, arguments: Sequence[Argument]) -> list[Argument]:
-    """Return GPTModel's ``arguments`` for HybridModel, whose pattern sets some fields: these have no words, only a check."""
+    """Adapt GPTModel's ``arguments`` to HybridModel: fields that its pattern sets are only checked, not passed."""
     sparse = set(model.roles) & set(grammar.SPARSE)
     by_pattern = "by --hybrid-layer-pattern"
     replaced = {
@@ -207,7 +207,7 @@ def lower(run: Run) -> tuple[str, ...]:
     """
     model, training = run.model, run.training
     if model is None:
-        raise ModelError("the run has no model of this package, of which only Megatron's own arguments would be known")
+        raise ModelError("the run has no model of this package, so only Megatron's own arguments are known")
     model.check_layout(run.layout)
     if training.plan.file is not None and (why := precision.unfit(model)):
         raise ModelError(f"precision {training.precision}: {why}")
@@ -217,7 +217,7 @@ def lower(run: Run) -> tuple[str, ...]:
 
 
 def words_of(model: Model, run: Run) -> tuple[str, ...]:
-    """Return what :func:`lower` does for a run of ``model``, without its checks."""
+    """Return the arguments of :func:`lower` for a run of ``model``, without its checks."""
     layout, training, how = run.layout, run.training, run.execution
     words = [word for argument in model_arguments(model, run.model_class) for word in argument.words]
     words += ["--seq-length", str(model.seq_length)]
@@ -230,7 +230,7 @@ def words_of(model: Model, run: Run) -> tuple[str, ...]:
         "--expert-tensor-parallel-size", "1",
     ]  # fmt: skip
     if layout.context > 1:
-        # Of DSA's symbol Megatron's HybridModel accepts no other way, whoever computes it.
+        # Megatron's HybridModel accepts only this type with the DSA symbol, whichever backend computes it.
         words += ["--context-parallel-size", str(layout.context), "--cp-comm-type", "allgather"]
     if (divisor := padding_of(layout.tensor)) != _PADDING:
         words += ["--make-vocab-size-divisible-by", str(divisor)]
@@ -315,22 +315,22 @@ def _training_words(run: Run) -> list[str]:
 
 TORCH_FSDP_FORMAT = "torch_dcp"
 _UNDER_TORCH_FSDP: Mapping[str, tuple[Any, str]] = {
-    "pipeline parallelism": (1, "a stage's weights would be gathered anew for every micro-batch"),
+    "pipeline parallelism": (1, "a stage's weights would be gathered again for every micro-batch"),
     "expert parallelism":
-        (1, "replicas with other experts would pass for parts of one; Megatron asserts it, and has it in Megatron-FSDP"),
+        (1, "replicas with different experts would pass for shards of one; Megatron asserts it; Megatron-FSDP supports it"),
     "tensor parallelism": (1, "gradients of experts would not be summed over its ranks"),
-    "context parallelism": (1, "no run has shown what it does to gradients"),
-    "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of them all"),
-    "cuda_graph_impl": ("none", "gathered weights have no fixed place"),
+    "context parallelism": (1, "no run has verified its gradients"),
+    "calculate_per_token_loss": (False, "gradients would be divided by the replicas and by the tokens of all of them"),
+    "cuda_graph_impl": ("none", "gathered weights have no fixed address"),
     "MTP depths under --recompute-granularity full": (1, "recomputing the shared MTP block again would drop gradients"),
     "use_distributed_optimizer": (False, "optimizer state is sharded already"),
-    "ckpt_format": (TORCH_FSDP_FORMAT, "no other holds the optimizer's state of weights that are sharded"),
+    "ckpt_format": (TORCH_FSDP_FORMAT, "no other format holds the optimizer state of sharded weights"),
 }  # fmt: skip
 """Values required of a run under FSDP2, and why."""
 
 
 def check_torch_fsdp(run: Run) -> None:
-    """Refuse a run whose layout FSDP2 does not support; nothing without FSDP2.
+    """Refuse a layout that FSDP2 does not support; do nothing without FSDP2.
 
     Raises:
         ModelError: lists every obstacle.
@@ -344,18 +344,18 @@ def check_torch_fsdp(run: Run) -> None:
 def check_under_torch_fsdp(values: Mapping[str, Any]) -> None:
     """Refuse values under which a run would train wrongly, or not at all, with FSDP2.
 
-    They are by Megatron's names of arguments, or ``pipeline parallelism`` and the like.
+    Keys are Megatron's argument names, or ``pipeline parallelism`` and the like.
 
     Raises:
         ModelError: lists every obstacle.
     """
-    found = [
+    obstacles = [
         f"{name} is {value!r}, expected {_UNDER_TORCH_FSDP[name][0]!r} ({_UNDER_TORCH_FSDP[name][1]})"
         for name, value in values.items()
         if value != _UNDER_TORCH_FSDP[name][0]
     ]
-    if found:
-        raise ModelError(f"{TORCH_FSDP}: {'; '.join(found)}; change that, or leave {TORCH_FSDP} out")
+    if obstacles:
+        raise ModelError(f"{TORCH_FSDP}: {'; '.join(obstacles)}; change that, or remove {TORCH_FSDP}")
 
 
 def mismatches(model: Model, sources: Sequence[object], model_class: str = GPT) -> list[str]:
@@ -364,47 +364,47 @@ def mismatches(model: Model, sources: Sequence[object], model_class: str = GPT) 
     ``sources`` are the run's configuration objects, searched in order for each field (Megatron's TransformerConfig first,
     then its GPTModelConfig or HybridModelConfig).
     """
-    found = []
+    problems = []
     for argument in model_arguments(model, model_class):
         holder = next((source for source in sources if hasattr(source, argument.field)), None)
         if holder is None:
-            found.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
+            problems.append(f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})")
             continue
         value = getattr(holder, argument.field)
         if not same(value, argument.expected):
-            found.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
+            problems.append(f"{argument.field}: found {value!r}, expected {argument.expected!r} ({argument.remedy})")
     if model_class == HYBRID:
-        found += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
-    return found + _precision_mismatches(model, sources) + _vocabulary_mismatch(model, sources)
+        problems += hybrid.contradictions(model, _first(sources, "hybrid_layer_pattern", None))
+    return problems + _precision_mismatches(model, sources) + _vocabulary_mismatch(model, sources)
 
 
 def check_sizes(model: Model, words: Sequence[str], origin: str = "", model_class: str = GPT) -> None:
-    """Refuse a command line whose numbers, or patterns, are not the model's; what it does not say is not compared.
+    """Refuse a command line with other numbers or patterns than the model's; flags it omits are not compared.
 
     Raises:
         ArgumentMismatchError: as :func:`check_arguments`, which compares everything once Megatron has read the words.
     """
-    given = flags.read(words)
+    options = flags.read(words)
 
     def differing(model: Model) -> list[str]:
-        found = [
-            f"{one.field}: found {text}, expected {one.expected!r} ({one.remedy})"
-            for one in model_arguments(model, model_class)
-            if (text := flags.first(given, one.flag)) and _differs(text, one.expected)
+        problems = [
+            f"{argument.field}: found {text}, expected {argument.expected!r} ({argument.remedy})"
+            for argument in model_arguments(model, model_class)
+            if (text := flags.first(options, argument.flag)) and _differs(text, argument.expected)
         ]
-        text = flags.first(given, "--hybrid-layer-pattern") if model_class == HYBRID else None
-        return found if text is None else found + hybrid.contradictions(model, text)
+        text = flags.first(options, "--hybrid-layer-pattern") if model_class == HYBRID else None
+        return problems if text is None else problems + hybrid.contradictions(model, text)
 
     _refuse(model, differing, origin, model_class)
 
 
 def _differs(text: str, expected: Any) -> bool:
-    """Return whether ``text`` is another number, or list of numbers, than ``expected``; other texts are not compared."""
+    """Return whether ``text`` is a number, or list of numbers, other than ``expected``; other texts are not compared."""
     try:
-        said = json.loads(text)
+        number = json.loads(text)
     except ValueError:
         return False
-    return type(said) is type(expected) and said != expected
+    return type(number) is type(expected) and number != expected
 
 
 def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
@@ -412,12 +412,12 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
     recipe = _first(sources, "quant_recipe", None)
     if recipe is None:
         return []
-    found = []
+    problems = []
     if not precision.is_experts_recipe(recipe):
         matchers = ", ".join(f"{matcher}" for matcher in recipe.matchers) or "no matcher"
-        found.append(
-            f"quant_recipe: found {matchers} with {recipe.configs}, expected what {precision.EXPERTS_FILE} says, FP8 in the "
-            f"experts alone (--te-precision-config-file {precision.EXPERTS_FILE}, or leave it out)"
+        problems.append(
+            f"quant_recipe: found {matchers} with {recipe.configs}, expected those of {precision.EXPERTS_FILE}, FP8 in the "
+            f"experts only (--te-precision-config-file {precision.EXPERTS_FILE}, or leave it out)"
         )
     # With any other value stock silently ignores the file, or runs FP8 that has not been compared with BF16.
     for field, expected, remedy in (
@@ -428,20 +428,20 @@ def _precision_mismatches(model: Model, sources: Sequence[object]) -> list[str]:
     ):
         value = _first(sources, field, expected)
         if not same(value, expected):
-            found.append(f"{field}: found {value!r}, expected {expected!r} with FP8 experts ({remedy})")
+            problems.append(f"{field}: found {value!r}, expected {expected!r} with FP8 experts ({remedy})")
     why = precision.unfit(model)
-    return found + ([f"quant_recipe: {why} (without --te-precision-config-file)"] if why else [])
+    return problems + ([f"quant_recipe: {why} (without --te-precision-config-file)"] if why else [])
 
 
 def _vocabulary_mismatch(model: Model, sources: Sequence[object]) -> list[str]:
     """Return a mismatch of the vocabulary size, which is padded or not in Megatron's configuration, depending on the run."""
-    found = _first(sources, "vocab_size", None)
+    vocab_size = _first(sources, "vocab_size", None)
     divisor = int(_first(sources, "make_vocab_size_divisible_by", _PADDING))  # to be multiplied by tensor parallelism
     padded = model.vocab_size_padded(_first(sources, "tensor_model_parallel_size", 1), divisor)
-    if found in (model.vocab_size, padded):
+    if vocab_size in (model.vocab_size, padded):
         return []
     return [
-        f"vocab_size: found {found!r}, expected {model.vocab_size}, or {padded} with padding "
+        f"vocab_size: found {vocab_size!r}, expected {model.vocab_size}, or {padded} with padding "
         "(choose a tokenizer of that size, or override vocab_size in the file MEGACPP_CONFIG names)"
     ]
 
@@ -468,27 +468,27 @@ def check_arguments(model: Model, sources: Sequence[object], origin: str = "", m
 
     Raises:
         ArgumentMismatchError: one line per contradiction, with the argument that resolves it; the closest preset, if the
-            configuration is rather of another.
+            configuration fits another one better.
     """
-    _refuse(model, lambda one: mismatches(one, sources, model_class), origin, model_class)
+    _refuse(model, lambda candidate: mismatches(candidate, sources, model_class), origin, model_class)
 
 
 def _refuse(model: Model, differing: Callable[[Model], list[str]], origin: str, model_class: str) -> None:
-    """Raise if a run differs from ``model``; ``differing`` says, of any model, in what."""
-    found = differing(model)
-    if found:
-        places = {one.name: [line.partition(":")[0] for line in differing(one)] for one in PRESETS.values()}
+    """Raise if a run differs from ``model``; ``differing`` lists the differences from any model."""
+    problems = differing(model)
+    if problems:
+        places = {preset.name: [line.partition(":")[0] for line in differing(preset)] for preset in PRESETS.values()}
         closest = min(places, key=lambda name: len(places[name]))
         spec, equal, advice = f"--spec {' '.join(spec_of(closest))}", "", ""
-        option = "" if model_class == DEFAULT_MODEL_CLASS else f" --model-class {model_class}"
+        class_option = "" if model_class == DEFAULT_MODEL_CLASS else f" --model-class {model_class}"
         if not places[closest]:
             equal = f", and are those of {closest} ({spec})"
-        elif len(places[closest]) < len(found):
+        elif len(places[closest]) < len(problems):
             advice = f"\nThe closest preset is {closest}, {spec}; it differs in {', '.join(places[closest])}."
         raise ArgumentMismatchError(
-            f"the run's arguments contradict {model.name}{origin} in {len(found)} place{'s' if len(found) > 1 else ''}"
+            f"the run's arguments contradict {model.name}{origin} in {len(problems)} place{'s' if len(problems) > 1 else ''}"
             f"{equal}:\n  "
-            + "\n  ".join(found)
-            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{option}` prints "
+            + "\n  ".join(problems)
+            + f"\n`megacpp-mcore recipe emit {model.name} --as cli{class_option}` prints "
             f"the whole command.{advice}"
         )

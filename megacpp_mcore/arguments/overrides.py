@@ -37,23 +37,23 @@ def read(words: Sequence[str]) -> Overrides:
         ModelError: a word is not KEY=VALUE, its key is unknown (nearest names are suggested) or repeated, or its value is not
             of the key's type.
     """
-    known = {key: hint for hints in _HINTS for key, hint in hints.items()}
-    found: dict[str, Any] = {}
+    hints_by_key = {key: hint for hints in _HINTS for key, hint in hints.items()}
+    values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
             raise ModelError(f"{word!r} is not of the form KEY=VALUE; write for example {key or 'depth'}=12")
-        if key not in known:
-            # A user may have left out the name of the part: topk matches both dsa.topk and moe.topk.
-            longer = [name for name in known if name.endswith(f".{key}")]
-            raise ModelError(f"unknown key {key!r} in {word!r}; {nearest(key, known, longer)}")
-        if key in found:
-            raise ModelError(f"{key} is given twice ({found[key]!r} and {text!r}); give it once")
+        if key not in hints_by_key:
+            # The user may have omitted the part's name: topk matches both dsa.topk and moe.topk.
+            longer = [name for name in hints_by_key if name.endswith(f".{key}")]
+            raise ModelError(f"unknown key {key!r} in {word!r}; {nearest(key, hints_by_key, longer)}")
+        if key in values:
+            raise ModelError(f"{key} is given twice ({values[key]!r} and {text!r}); give it once")
         try:
-            found[key] = schema.read(text, known[key], word)
+            values[key] = schema.read(text, hints_by_key[key], word)
         except schema.SchemaError as error:
             raise ModelError(str(error)) from error
-    return Overrides(*({key: value for key, value in found.items() if key in hints} for hints in _HINTS))
+    return Overrides(*({key: value for key, value in values.items() if key in hints} for hints in _HINTS))
 
 
 def apply(model: Model, values: Mapping[str, Any]) -> Model:
@@ -72,15 +72,15 @@ def apply(model: Model, values: Mapping[str, Any]) -> Model:
     try:
         return with_overrides(model, nested)
     except (ModelError, PatternError) as error:
-        given = ", ".join(f"{key}={value}" for key, value in values.items())
-        raise type(error)(f"{model.name} with {given} is no model that can be built: {error}") from error
+        overrides = ", ".join(f"{key}={value}" for key, value in values.items())
+        raise type(error)(f"{model.name} with {overrides} cannot be built: {error}") from error
 
 
 def differences(changed: Any, original: Any) -> dict[str, Any]:
     """Return the overrides with which :func:`megacpp_mcore.model.with_overrides` turns ``original`` into ``changed``."""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for field in dataclasses.fields(original):
         new, old = getattr(changed, field.name), getattr(original, field.name)
         if new != old:
-            found[field.name] = differences(new, old) if dataclasses.is_dataclass(old) else new
-    return found
+            overrides[field.name] = differences(new, old) if dataclasses.is_dataclass(old) else new
+    return overrides

@@ -1,6 +1,6 @@
 """Reads a :class:`~megacpp_mcore.model.run.Run` from Megatron's arguments: the inverse of ``lower``.
 
-A launch reads it from the command line before Megatron is imported; a spec corrects it by Megatron's configuration.
+A launch reads it from the command line before Megatron is imported; a spec corrects it from Megatron's configuration.
 Pure Python; flags and their defaults are those of Megatron-LM core_v0.19.0, ``megatron/training/arguments.py``.
 """
 
@@ -38,7 +38,7 @@ _OWN_STATES = (
     "--num-layers-per-virtual-pipeline-stage", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )  # fmt: skip
-"""Arguments under which a rank's states differ from :func:`megacpp_mcore.model.memory.states`, or others determine them."""
+"""Arguments that change a rank's states from :func:`megacpp_mcore.model.memory.states`, or leave them to other sources."""
 
 _DATA = (
     "--data-path", "--split", "--mock-data", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
@@ -58,7 +58,7 @@ _NUMBERS: Mapping[str, tuple[str, Any]] = {
     "clip_grad": ("--clip-grad", 1.0),
     "seed": ("--seed", 1234),
 }
-"""Fields of :class:`Training` to flags and Megatron's defaults; without one, that of :class:`Training` stands in."""
+"""Fields of :class:`Training` to flags and Megatron's defaults; without one, that of :class:`Training` applies."""
 
 
 def read(
@@ -69,26 +69,26 @@ def read(
     model: Model | None = None,
     settings: PluginConfig | None = None,
 ) -> Run:
-    """Read the run that the arguments of a command line describe, of so many ``processes`` on ``cuda`` or ``cpu``.
+    """Read the run that a command line describes, with ``processes`` processes on ``cuda`` or ``cpu``.
 
     Args:
         model: what a spec of this package builds; None: that of ``settings``, or the preset that their ``--spec`` names.
         settings: the file of ``MEGACPP_CONFIG``; None without.
 
     Raises:
-        LaunchError: a number is none, or below its least.
+        LaunchError: a value is not a number, or below its minimum.
         ModelError: a combination that no run can have.
     """
-    given = flags.read(words)
-    named = lowering.preset_of(given.get("--spec"))
-    model_class = HYBRID if named is not None and "--hybrid-layer-pattern" in given else GPT
+    options = flags.read(words)
+    named = lowering.preset_of(options.get("--spec"))
+    model_class = HYBRID if named is not None and "--hybrid-layer-pattern" in options else GPT
     if model is None and settings is not None:
         model = settings.model
     if model is None and named is not None:
         model = preset(named)
-    layout = _layout(given, model, model_class)
-    plan, file = _precision(given)
-    impl = flags.first(given, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
+    layout = _layout(options, model, model_class)
+    plan, file = _precision(options)
+    impl = flags.first(options, "--transformer-impl") or ("local" if device == "cpu" else "transformer_engine")
     if model is None and impl != "transformer_engine":
         impl = "local"  # Megatron has more kinds, none of them Transformer Engine's
     with named_as({name: flag for name, (flag, _) in _NUMBERS.items()}):
@@ -96,25 +96,25 @@ def read(
             device=device,
             precision=plan,
             transformer_impl=impl,
-            data=_words_of(given, _DATA),
-            tokenizer=_words_of(given, _TOKENIZER),
+            data=_words_of(options, _DATA),
+            tokenizer=_words_of(options, _TOKENIZER),
             processes=processes,
-            **({} if model is None else _numbers(given)),
+            **({} if model is None else _numbers(options)),
         )
     run = Run(model, layout, training, model_class, settings=settings)
-    found = {name: known.default for name, known in FIELDS.items()} | given_in(given)
-    found |= {
+    values = {name: field.default for name, field in FIELDS.items()} | given_in(options)
+    values |= {
         "precision_file": file,
-        "grad_bytes": _grad_bytes(given),
-        "experts": "--num-experts" in given if model is None else run.has_moe,
-        "own_states": not given.keys().isdisjoint(_OWN_STATES),
-        "own_stages": model is not None and _STAGES in given and not grammar.parse(model.pattern).staged,
+        "grad_bytes": _grad_bytes(options),
+        "experts": "--num-experts" in options if model is None else run.has_moe,
+        "own_states": not options.keys().isdisjoint(_OWN_STATES),
+        "own_stages": model is not None and _STAGES in options and not grammar.parse(model.pattern).staged,
     }
-    captured = dataclasses.replace(training, cuda_graphs=found["cuda_graph_impl"] == "local")
-    if dataclasses.replace(run, training=captured, asked=found).is_captured:
+    captured = dataclasses.replace(training, cuda_graphs=values["cuda_graph_impl"] == "local")
+    if dataclasses.replace(run, training=captured, asked=values).is_captured:
         run = dataclasses.replace(run, training=captured)
-    run = dataclasses.replace(run.carried_out(found), given=_given(given))
-    return run if model is None else _with_extra(run, model, given)
+    run = dataclasses.replace(run.carried_out(values), given=_explicit_fields(options))
+    return run if model is None else _with_extra(run, model, options)
 
 
 def layout_of(config: Any) -> Layout:
@@ -136,7 +136,7 @@ def model_of(
 
     Args:
         sources: the run's configuration objects, as :func:`megacpp_mcore.arguments.lowering.mismatches` takes them.
-        named: by the run's spec; a source's own ``megacpp_preset`` counts more.
+        named: by the run's spec; a source's own ``megacpp_preset`` takes precedence.
 
     Raises:
         ModelError: no preset has the name, or the file is about another model.
@@ -149,22 +149,22 @@ def model_of(
         model, origin = settings.model, f" of {settings.path} (MEGACPP_CONFIG)"
     else:
         raise ModelError(
-            f"the run names {named}, and {settings.path} (MEGACPP_CONFIG) is about {settings.preset}; leave one of them out"
+            f"the run names {named}, and {settings.path} (MEGACPP_CONFIG) is about {settings.preset}; remove one of them"
         )
     lowering.check_arguments(model, sources, origin, model_class=model_class)
     return model
 
 
-def _layout(given: flags.Flags, model: Model | None, model_class: str) -> Layout:
+def _layout(options: flags.Flags, model: Model | None, model_class: str) -> Layout:
     """Read the layout, without what Megatron switches off without tensor parallelism, or refuses without stages."""
     tensor, pipeline, expert, context = (
-        flags.whole(given, f"--{name}-parallel-size", LaunchError, 1) or 1
+        flags.whole(options, f"--{name}-parallel-size", LaunchError, 1) or 1
         for name in ("tensor-model", "pipeline-model", "expert-model", "context")
     )
-    virtual = flags.whole(given, "--num-virtual-stages-per-pipeline-rank", LaunchError, 1) or 1
+    virtual = flags.whole(options, "--num-virtual-stages-per-pipeline-rank", LaunchError, 1) or 1
     stages = 1 if model is None else len(grammar.parse(model.pattern).stages)
     if model_class == HYBRID:
-        stages = len(hybrid.chunks(flags.first(given, "--hybrid-layer-pattern") or ""))
+        stages = len(hybrid.chunks(flags.first(options, "--hybrid-layer-pattern") or ""))
     if stages > 1:
         virtual = max(1, stages // pipeline)
     return Layout(
@@ -172,36 +172,36 @@ def _layout(given: flags.Flags, model: Model | None, model_class: str) -> Layout
         pipeline=pipeline,
         virtual=virtual if pipeline > 1 else 1,
         expert=expert,
-        sequence_parallel="--sequence-parallel" in given and tensor > 1,
+        sequence_parallel="--sequence-parallel" in options and tensor > 1,
         context=context,
     )
 
 
-def _numbers(given: flags.Flags) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _numbers(options: flags.Flags) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(Training):
         if field.name not in _NUMBERS:
             continue
         flag, default = _NUMBERS[field.name]
-        text = flags.first(given, flag)
+        text = flags.first(options, flag)
         if text is None:
-            found |= {} if default is None else {field.name: default}
+            values |= {} if default is None else {field.name: default}
         elif field.type == "int":
-            found[field.name] = flags.whole(given, flag, LaunchError, 1)
+            values[field.name] = flags.whole(options, flag, LaunchError, 1)
         elif field.type == "str":
-            found[field.name] = text
+            values[field.name] = text
         else:
             try:
-                found[field.name] = float(text)
+                values[field.name] = float(text)
             except ValueError:
                 raise LaunchError(f"{flag} is {text!r}; expected a number") from None
-    return found
+    return values
 
 
-def _precision(given: flags.Flags) -> tuple[str, str | None]:
-    """Return the precision plan, and the precision file if it does not say the same as this package's."""
-    dtype = "bf16" if "--bf16" in given else "fp32"
-    file = flags.first(given, PRECISION_FILE)
+def _precision(options: flags.Flags) -> tuple[str, str | None]:
+    """Return the precision plan, and the precision file if its content differs from this package's."""
+    dtype = "bf16" if "--bf16" in options else "fp32"
+    file = flags.first(options, PRECISION_FILE)
     if file is None:
         return dtype, None
     try:
@@ -212,36 +212,36 @@ def _precision(given: flags.Flags) -> tuple[str, str | None]:
     return (FP8_EXPERTS, None) if is_ours and dtype == "bf16" else (dtype, file)
 
 
-def _grad_bytes(given: flags.Flags) -> int:
+def _grad_bytes(options: flags.Flags) -> int:
     """Return the bytes of a gradient element in the buckets, as decided by Megatron's ``validate_args``."""
-    in_fp32 = "--accumulate-allreduce-grads-in-fp32" in given
-    if "--bf16" in given:
-        halved = flags.first(given, "--main-grads-dtype") == "bf16" and not in_fp32
-        return 2 if halved or "--grad-reduce-in-bf16" in given else 4
-    return 2 if "--fp16" in given and not in_fp32 else 4
+    in_fp32 = "--accumulate-allreduce-grads-in-fp32" in options
+    if "--bf16" in options:
+        halved = flags.first(options, "--main-grads-dtype") == "bf16" and not in_fp32
+        return 2 if halved or "--grad-reduce-in-bf16" in options else 4
+    return 2 if "--fp16" in options and not in_fp32 else 4
 
 
-def _given(given: flags.Flags) -> frozenset[str]:
+def _explicit_fields(options: flags.Flags) -> frozenset[str]:
     """Return the fields of an execution, and ``precision``, that the arguments name."""
     names = {
         name
-        for name, known in FIELDS.items()
-        if not given.keys().isdisjoint(known.metadata.get("words", known.metadata.get("names", ())))
+        for name, field in FIELDS.items()
+        if not options.keys().isdisjoint(field.metadata.get("words", field.metadata.get("names", ())))
     }
     return frozenset(
-        names | ({"precision"} if names & {"fp16", "fp8", "precision_file"} or "--bf16" in given else set())
+        names | ({"precision"} if names & {"fp16", "fp8", "precision_file"} or "--bf16" in options else set())
     )
 
 
-def _words_of(given: flags.Flags, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for flag, values in given.items() if flag in names for word in (flag, *values))
+def _words_of(options: flags.Flags, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for flag, values in options.items() if flag in names for word in (flag, *values))
 
 
-def _with_extra(run: Run, model: Model, given: flags.Flags) -> Run:
-    """Add the words that ``run`` has no field for; none where its layout does not fit the model, which is refused later."""
+def _with_extra(run: Run, model: Model, options: flags.Flags) -> Run:
+    """Add the words that ``run`` has no field for; none if its layout does not fit the model, which is refused later."""
     try:
-        known = flags.read(lowering.words_of(model, run))
+        emitted = flags.read(lowering.words_of(model, run))
     except ModelError:
         return run
-    extra = [word for flag, values in given.items() if known.get(flag) != values for word in (flag, *values)]
+    extra = [word for flag, values in options.items() if emitted.get(flag) != values for word in (flag, *values)]
     return dataclasses.replace(run, training=dataclasses.replace(run.training, extra=tuple(extra)))

@@ -56,7 +56,7 @@ class StockCommand:
 
     def __post_init__(self) -> None:
         if self.device == "cpu" and self.via == BARE:
-            raise LaunchError("a run on the CPU needs the CPU lane, which the bare script does not bring; use launch")
+            raise LaunchError("a run on the CPU needs the CPU lane, which the bare script does not have; use launch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +96,20 @@ def as_args(command: StockCommand) -> str:
     """
     if DATA_VARIABLE in command.arguments:
         raise LaunchError(
-            "recipe emit --as args prints words for a program, and has no prefix of a dataset to put among them; "
+            "recipe emit --as args prints words for a program, but there is no dataset prefix to put among them; "
             "add --data PREFIX (--as cli leaves it to the shell variable DATA_PREFIX)"
         )
     broken = [word for word in command.arguments if "\n" in word]
     if broken:
-        raise LaunchError(f"{broken[0]!r} holds a line break, and --as args prints a word a line; use --as yaml")
+        raise LaunchError(f"{broken[0]!r} contains a line break, and --as args prints one word per line; use --as yaml")
     return "\n".join(command.arguments)
 
 
 def as_cli(command: StockCommand) -> str:
     """Format one shell command: the environment through ``env``, one variable per line, the program, one argument per line.
 
-    On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself. Of a file with the command,
-    further arguments follow the command's own.
+    On GPUs the program is torchrun, on the CPU our launcher, which starts the processes itself. Arguments passed to a script
+    that holds the command follow the command's own.
     """
     environment = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
     head = ["env", *(f"  {pair}" for pair in environment)] if environment else []
@@ -141,10 +141,10 @@ def _script(command: StockCommand) -> list[str]:
 
 def _argument_lines(command: StockCommand) -> list[str]:
     """Return each flag with the words that follow it, as shell text."""
-    given = flags.read(command.arguments)
+    options = flags.read(command.arguments)
     return [
         " ".join([flag, *(f'"{word}"' if word == DATA_VARIABLE else shlex.quote(word) for word in words)])
-        for flag, words in given.items()
+        for flag, words in options.items()
     ]
 
 
@@ -156,12 +156,12 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
     """
     if command.device != "cuda":
         raise LaunchError(f"--as slurm writes a job for GPUs, and {command.recipe} runs on the CPU; add --device cuda")
-    asked = dict((slurm if slurm.job_name else replace(slurm, job_name=command.recipe)).given())
+    options = dict((slurm if slurm.job_name else replace(slurm, job_name=command.recipe)).given())
     layout = {"nodes": command.nodes, "ntasks-per-node": 1, "gpus-per-node": command.processes_per_node}
     run = _torchrun(command, '"$SLURM_JOB_NUM_NODES"', '"$SLURM_JOB_ID"', '"$head_node:$head_port"')
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH --{name}={value}" for name, value in (asked | layout).items()),
+        *(f"#SBATCH --{name}={value}" for name, value in (options | layout).items()),
         "set -euo pipefail",
         "",
         "# environment",
@@ -182,10 +182,10 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
 
 def as_yaml(command: StockCommand) -> str:
     """Write the run as YAML, with ``env`` and ``arguments`` as mappings (flag to its value, its list of values, or true)."""
-    given = flags.read(command.arguments)
+    options = flags.read(command.arguments)
     arguments = {
-        flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in given.items()
+        flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in options.items()
     }
-    content = {one.name: getattr(command, one.name) for one in fields(command)}
+    content = {attribute.name: getattr(command, attribute.name) for attribute in fields(command)}
     content |= {"env": dict(command.env), "arguments": arguments}
     return yaml.safe_dump(content, sort_keys=False, width=1000, allow_unicode=True).rstrip("\n")

@@ -106,7 +106,7 @@ REFUSED = [
         ["model.parallel_output=false", "dataset.data_path=text"],
         "model.parallel_output is false; Megatron's loss",
     ),
-    (TINY, ["model.num_query_groups=2"], "--num-query-groups is of an attention that the model does not have"),
+    (TINY, ["model.num_query_groups=2"], "--num-query-groups configures attention that the model does not have"),
     (TINY, ["optimizer.optimizer=adamm"], "optimizer.optimizer is 'adamm'; did you mean 'adam'"),
     (
         TINY,

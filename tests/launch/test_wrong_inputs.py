@@ -70,7 +70,7 @@ AT_THE_COMMAND_LINE = [
     (f"{WHOLE} --set depth=3 depth=4", "depth is given twice"),
     (f"{WHOLE} --set depth=many", "'depth=many': 'many' is not a whole number"),
     (f"{WHOLE} --set m2rnn.heads=x", "'x' is not a whole number or none"),
-    (f"{WHOLE} --set moe.topk=99", "nam56r with moe.topk=99 is no model that can be built"),
+    (f"{WHOLE} --set moe.topk=99", "nam56r with moe.topk=99 cannot be built"),
     (f"{WHOLE} --set pattern=AXE depth=3", "'X' at position 2"),
     (f"{WHOLE} --set heads=3", "hidden_size (3584) is not a multiple of heads (3)"),
     (f"{WHOLE} --set train_iters=0", "train_iters is 0; expected 1 or more"),

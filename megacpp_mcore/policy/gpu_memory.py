@@ -1,4 +1,4 @@
-"""Refuses a run whose states alone leave no room for a step on this process's GPU; says what else of it layers may use."""
+"""Refuses a run whose states leave no room for a step on this process's GPU; says how much of the rest layers may use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_memory(run: Run) -> None:
 
     Raises:
         LaunchError: it does not fit; names the states, the GPU's memory, and the nearest layouts that fit.
-        ArgumentMismatchError: the model that does not fit is not the one of the run's other arguments.
+        ArgumentMismatchError: the run's other arguments contradict the model that does not fit.
     """
     held = memory.states(run)
     if run.device != "cuda" or run.model is None or held is None:
@@ -36,16 +36,16 @@ def check_memory(run: Run) -> None:
     origin = "" if run.settings is None else f" of {run.settings.path} (MEGACPP_CONFIG)"
     check_sizes(run.model, run.training.extra, origin, run.model_class)
     narrow = memory.states(dataclasses.replace(run, asked={**run.asked, **NARROW}).as_usual())
-    found = []
+    alternatives = []
     if run.precision == "bf16" and not run.torch_fsdp and narrow is not None and narrow.total <= usable:
         words = " ".join(word for name, value in NARROW.items() for word in words_of(name, value))
-        found = [f"as many with --use-distributed-optimizer {words} ({narrow.total / 1e9:.1f} GB each)"]
-    found += [
+        alternatives = [f"the same number with --use-distributed-optimizer {words} ({narrow.total / 1e9:.1f} GB each)"]
+    alternatives += [
         f"{other.processes} GPUs, {_layout_words(other.layout) or 'replicas'} with --use-distributed-optimizer "
         f"({states.total / 1e9:.1f} GB each)"
         for other, states in itertools.islice(memory.fitting(run, gpu.total_memory), 3)
     ]
-    fitting = "; ".join(found)
+    fitting = "; ".join(alternatives)
     raise LaunchError(
         f"{run.model.name} has {held} of states on each of {run.processes} GPU{'s' * (run.processes > 1)}, and {gpu.name} "
         f"has {gpu.total_memory / 1e9:.1f} GB, of which 1/{memory.ROOM} must stay free for activations; "
@@ -58,7 +58,7 @@ def _warn_of_activations(run: Run, gpu_bytes: int) -> None:
     total = memory.estimate(run, gpu_bytes)
     if os.environ.get("RANK", "0") != "0" or total is None or total <= gpu_bytes:
         return
-    fitting = next((one for one in memory.choices(run) if one.total <= memory.usable(gpu_bytes)), None)
+    fitting = next((choice for choice in memory.choices(run) if choice.total <= memory.usable(gpu_bytes)), None)
     advice = (
         "more GPUs or shorter rows" if fitting is None else f"recompute {fitting.how} ({fitting.total / 1e9:.1f} GB)"
     )

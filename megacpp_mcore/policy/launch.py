@@ -21,7 +21,7 @@ from megacpp_mcore.util.host import compile_disabled_by
 COMPILED = {"mode": "off", "warm_up": "skipped", "reason": "kernels replace what was compiled", "precompile": False}
 """What is compiled before step 1, as receipts record it: nothing.
 
-What a GPU run computes is Triton's or a vendor's kernels, which a graph of Inductor does not replace; so a file that asks for
+GPU runs compute with Triton's or a vendor's kernels, which a graph of Inductor does not replace; so a file that requests
 ``regional`` is refused (:mod:`megacpp_mcore.settings`).
 """
 
@@ -45,19 +45,19 @@ class LaunchPolicy:
     def environment(self) -> dict[str, str]:
         """Return the variables to set before torch and NCCL start: those with a value that the user has not set."""
         return {
-            each.name: each.value
-            for each in self.values
-            if each.variable and each.value is not None and each.source != USER
+            value.name: value.value
+            for value in self.values
+            if value.variable and value.value is not None and value.source != USER
         }
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What contradicts the run, one sentence each."""
-        return tuple(f"{each.name}: {each.warning}" for each in self.values if each.warning)
+        return tuple(f"{value.name}: {value.warning}" for value in self.values if value.warning)
 
     def value(self, name: str) -> Value:
         """Return the value called ``name``; KeyError when there is none."""
-        return {each.name: each for each in self.values}[name]
+        return {value.name: value for value in self.values}[name]
 
     def as_json(self) -> str:
         """Return one line of JSON, with all fields."""
@@ -67,13 +67,13 @@ class LaunchPolicy:
         """Format lines of text: values with their sources, overlaps, compile policy, warnings last."""
         bare = " of a script that `megacpp-mcore launch` did not start, so that nothing was set for it"
         lines = [f"launch policy{'' if self.launched else bare}:"]
-        for each in self.values:
-            note = f"; {each.note}" if each.note else ""
-            lines.append(f"  {each.name} = {'(unset)' if each.value is None else each.value} ({each.source}{note})")
-        for one in self.overlaps:
-            lines.append(f"  {'overlap' if one.possible else 'no overlap'} of {one.name}: {one.reason}")
+        for value in self.values:
+            note = f"; {value.note}" if value.note else ""
+            lines.append(f"  {value.name} = {'(unset)' if value.value is None else value.value} ({value.source}{note})")
+        for overlap in self.overlaps:
+            lines.append(f"  {'overlap' if overlap.possible else 'no overlap'} of {overlap.name}: {overlap.reason}")
         lines.append(f"  compile = {COMPILED['mode']}: {COMPILED['reason']}")
-        unpaid = "" if self.launched or not self.taxes else " (asked for; only `megacpp-mcore launch` brings them)"
+        unpaid = "" if self.launched or not self.taxes else " (requested; only `megacpp-mcore launch` applies them)"
         lines.append(f"  experimental taxes = {', '.join(self.taxes) or 'none'}{unpaid}")
         return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
 
@@ -102,14 +102,14 @@ def resolve(
         tf32_products: as :func:`megacpp_mcore.policy.values.tf32_products` returns it.
 
     Raises:
-        LaunchError: the run cannot be what it says (:func:`megacpp_mcore.policy.values.check`).
+        LaunchError: the run's settings contradict it (:func:`megacpp_mcore.policy.values.check`).
     """
     settings = run.settings
     speed = settings.speed_defaults if settings else SpeedDefaults()
     taxes = settings.experimental_taxes if settings else ExperimentalTaxes()
     observability = settings.observability if settings else Observability()
     families = settings.recompute if settings else Recompute()
-    given = settings.given if settings else frozenset()
+    configured = settings.given if settings else frozenset()
     lookup = policy_values.Lookup(environment=environment, recipe=recipe or {}, launched=launched)
     policy_values.check(run, lookup)
     connections = policy_values.connections(run, lookup)
@@ -117,7 +117,7 @@ def resolve(
     return LaunchPolicy(
         values=(
             connections,
-            policy_values.allocator(run, lookup, speed, given="speed_defaults.expandable_segments" in given),
+            policy_values.allocator(run, lookup, speed, given="speed_defaults.expandable_segments" in configured),
             *policy_values.nccl(run, lookup),
             *policy_values.interfaces(run, lookup),
             *policy_values.caches(run, lookup, speed),
@@ -128,7 +128,7 @@ def resolve(
                 for name in compile_disabled_by(environment)
             ),
             *policy_values.logs(lookup, observability),
-            policy_values.recompute(run, families, given="recompute" in given, arguments=arguments),
+            policy_values.recompute(run, families, given="recompute" in configured, arguments=arguments),
             policy_values.graphs(run, arguments),
             policy_values.precision(run, arguments),
             *policy_values.tf32(run, lookup, products=tf32_products),
@@ -144,7 +144,7 @@ _announced = False
 
 
 def announced() -> contextlib.AbstractContextManager[Any]:
-    """Within the context, take this process's policy for printed: :func:`announce` prints nothing."""
+    """Within the context, treat this process's policy as printed: :func:`announce` prints nothing."""
     return mock.patch(f"{__name__}._announced", True)
 
 
@@ -156,14 +156,14 @@ def announce(
     if _announced:
         return
     _announced = True
-    launched = resolve(run, environment=environment, launched=False, tf32_products=tf32_products)
-    for line in launched.lines(run.settings):
+    policy = resolve(run, environment=environment, launched=False, tf32_products=tf32_products)
+    for line in policy.lines(run.settings):
         say(line)
 
 
 @contextlib.contextmanager
 def active(settings: PluginConfig | None) -> Iterator[None]:
-    """For the duration, apply the file's settings that are made in the process, not by its environment; imports torch for any.
+    """Within the context, apply the file's settings that need code, not an environment variable; imports torch for any.
 
     These are ``experimental_taxes.anomaly_detection`` and ``observability.recompiles``.
     """

@@ -37,16 +37,16 @@ class Overlap:
 
 
 def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
-    """Say which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
+    """Decide which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
     bucket, how = _bucket_obstacle(run), run.execution
     sharded = "" if how.distributed_optimizer or how.fsdp else "it needs --use-distributed-optimizer"
     reduced = "" if how.overlap_grad_reduce else "it needs --overlap-grad-reduce"
     replicas = "" if run.replicas > 1 else "there is one data-parallel replica"
     experts = (
-        "" if run.layout.expert > 1 else "experts are not cut over processes",
+        "" if run.layout.expert > 1 else "experts are not sharded over processes",
         f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
         "" if how.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
-        f"Megatron refuses {MOE_OVERLAP} beside {SHARED_OVERLAP}"
+        f"Megatron refuses {MOE_OVERLAP} with {SHARED_OVERLAP}"
         if how.overlap_moe_a2a and how.overlap_shared_expert
         else "",
     )
@@ -55,8 +55,8 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
     all_to_all = (
         *experts,
         "" if run.precision in ("bf16", "fp16") else f"Megatron refuses it in {run.precision}",
-        "Megatron refuses it with experts computed again" if repeated else "",
-        f"Megatron refuses it with more than one MTP depth, and there are {depths}" if depths > 1 else "",
+        "Megatron refuses it with recomputed experts" if repeated else "",
+        f"Megatron refuses it with more than one MTP depth, got {depths}" if depths > 1 else "",
     )
     in_order = f"it needs {CONNECTIONS}=1, which keeps a transfer ahead of the GEMM it hides behind"
     tensor = (
@@ -72,20 +72,20 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
         ("shared expert", SHARED_OVERLAP, how.overlap_shared_expert, experts),
         ("tensor-parallel", "--tp-comm-overlap", how.tp_comm_overlap, tensor),
     )
-    found = []
-    for name, flag, asked, obstacles in rows:
-        against = [f"it is not asked for ({flag})"] if not asked else [each for each in obstacles if each]
+    overlaps = []
+    for name, flag, requested, obstacles in rows:
+        against = [f"it is not asked for ({flag})"] if not requested else [why for why in obstacles if why]
         against = ["a CPU has no streams"] if run.device != "cuda" else against
         reason = "; ".join(against) or "possible"
-        found.append(Overlap(name=name, asked=asked, possible=not against, reason=reason))
-    return tuple(found)
+        overlaps.append(Overlap(name=name, asked=requested, possible=not against, reason=reason))
+    return tuple(overlaps)
 
 
 def _bucket_obstacle(run: Run) -> str:
     """Return why the gradient buckets leave nothing to overlap; empty when they leave something."""
     parameters, how = memory.process_parameters(run), run.execution
     if parameters is None:
-        return "how many buckets there are is not known: the arguments describe no model of this package"
+        return "the number of buckets is not known: the arguments describe no model of this package"
     elements = sum(parameters)
     if how.num_buckets:
         bucket = elements // how.num_buckets
@@ -94,5 +94,5 @@ def _bucket_obstacle(run: Run) -> str:
     if bucket * how.grad_bytes < MIN_BUCKET_BYTES:
         return f"a bucket of {bucket * how.grad_bytes / 2**20:.1f} MiB is below {MIN_BUCKET_BYTES // 2**20} MiB"
     if elements <= bucket:
-        return f"one bucket of {bucket} elements holds all {elements} of a process, and is reduced when all is computed"
+        return f"one bucket of {bucket} elements holds all {elements} of a process, and is reduced after the backward"
     return ""

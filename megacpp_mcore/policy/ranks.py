@@ -1,7 +1,7 @@
 """Comparison of a run's processes at the start: arguments, configuration file, code, versions and environment have to be equal.
 
 Each rank parses its own command line and reads its own files, and Megatron trains on whatever it finds there: with another
-learning rate on one rank, replicas drift apart in silence. The comparison is one collective of digests; only if they differ are
+learning rate on one rank, replicas silently drift apart. The comparison is one collective of digests; only if they differ are
 the values exchanged, to name the difference.
 """
 
@@ -47,14 +47,14 @@ _ENVIRONMENT = re.compile(
 """Variables that change what is computed, or in which order."""
 
 _FILES = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path", "te_precision_config_file")
-"""Arguments (attributes) that name files, whose content counts."""
+"""Arguments (attributes) that name files, compared by content."""
 
 MINUTE = timedelta(minutes=1)
 _QUIET = timedelta(seconds=30)
-"""How long a rank waits for the others without a word."""
+"""How long a rank waits for the others before it says so."""
 
 hosts: list[str] = []
-"""The name of each rank's host, in their order, once they have been compared."""
+"""The host name of each rank, in rank order, once they have been compared."""
 
 
 def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextManager[Any]:
@@ -70,32 +70,32 @@ def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def met(arguments: Sequence[str]) -> Iterator[None]:
-    """Wait until all processes of the run have come to rank 0's store, as long as Megatron waits; torchrun has done so itself.
+    """Wait until all processes of the run have reached rank 0's store, as long as Megatron waits; torchrun does so itself.
 
     The store lives in the context: torch's own is on the same port, and shares its server (``multi_tenant``).
 
     Raises:
-        LaunchError: names the ranks that have not come, or that rank 0 has not.
+        LaunchError: names the ranks that have not arrived, or says that rank 0 has not.
     """
-    size, given = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
-    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "--fake-process-group" in given:
+    size, options = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
+    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "--fake-process-group" in options:
         yield
         return
     from torch.distributed import DistError, DistNetworkError, TCPStore
 
     rank, minutes = int(os.environ["RANK"]), "--distributed-timeout-minutes"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = MINUTE * (flags.whole(given, minutes, LaunchError, 1) or 10)
+    patience = MINUTE * (flags.whole(options, minutes, LaunchError, 1) or 10)
     own, unknown = socket.gethostname(), f"no address of MASTER_ADDR {address!r}"
     where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
-    mend = (
+    advice = (
         f"start a task for each rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={size} on every host, check that "
         f"each reaches {address} (`nc -z {address} {port}`), or give slow ones longer by {minutes}"
     )
     try:
         if not addresses(address):  # its lookups are repeated: a host may be registered late
             console.say(
-                f"megacpp-mcore: rank {rank} of {size} on {own} found {unknown} so far; it tries again for {patience}"
+                f"megacpp-mcore: rank {rank} of {size} on {own} found {unknown} so far; it retries for {patience}"
             )
         store = TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
@@ -106,8 +106,8 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
             raise LaunchError(
                 f"rank 0 of {size} on {own} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
             ) from error
-        raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {mend}") from error
-    keys = [f"megacpp-mcore/{one}" for one in range(size)]
+        raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {advice}") from error
+    keys = [f"megacpp-mcore/{peer}" for peer in range(size)]
     try:
         store.set(keys[rank], f"{own} {size}")
         try:
@@ -119,33 +119,33 @@ def met(arguments: Sequence[str]) -> Iterator[None]:
             store.wait(keys, patience)
     except DistError as error:
         try:
-            said = {one: store.get(key).decode().split() for one, key in enumerate(keys) if store.check([key])}
+            reports = {peer: store.get(key).decode().split() for peer, key in enumerate(keys) if store.check([key])}
         except DistError:
             raise LaunchError(
                 f"rank 0 of {size} at {where} has ended while others were waited for; its own output says why"
             ) from error
-        _refuse_sizes(said, where)
-        there = {one: name for one, (name, _) in said.items()}
-        names = dict.fromkeys(there.values())
-        here = ", ".join(f"{_named([one for one in there if there[one] == name])} on {name}" for name in names)
-        if lost := [one for one in range(size) if one not in there]:
+        _refuse_sizes(reports, where)
+        host_of = {peer: name for peer, (name, _) in reports.items()}
+        names = dict.fromkeys(host_of.values())
+        here = ", ".join(f"{_named([peer for peer in host_of if host_of[peer] == name])} on {name}" for name in names)
+        if missing := [peer for peer in range(size) if peer not in host_of]:
             raise LaunchError(
-                f"{_named(lost)} of {size} did not come to {where} in {patience}, where {here} wait; {mend}"
+                f"{_named(missing)} of {size} did not reach {where} in {patience}, where {here} wait; {advice}"
             ) from error
-    _refuse_sizes({one: said.decode().split() for one, said in enumerate(store.multi_get(keys))}, where)
+    _refuse_sizes({peer: report.decode().split() for peer, report in enumerate(store.multi_get(keys))}, where)
     yield
 
 
-def _refuse_sizes(said: Mapping[int, Sequence[str]], where: str) -> None:
-    """Refuse ranks, by what each has said of its host and WORLD_SIZE, that are not of one run."""
-    sizes = {size for _, size in said.values()}
+def _refuse_sizes(sent: Mapping[int, Sequence[str]], where: str) -> None:
+    """Refuse ranks of different runs; ``sent``: the host and the WORLD_SIZE of each."""
+    sizes = {size for _, size in sent.values()}
     if len(sizes) > 1:
-        each = "; ".join(f"{size} on {_named([one for one in said if said[one][1] == size])}" for size in sorted(sizes))
-        raise LaunchError(f"the processes that met at {where} differ in WORLD_SIZE: {each}; start all with the same")
+        groups = "; ".join(f"{n} on {_named([rank for rank in sent if sent[rank][1] == n])}" for n in sorted(sizes))
+        raise LaunchError(f"the processes that met at {where} differ in WORLD_SIZE: {groups}; start all with the same")
 
 
 def compare(settings: PluginConfig | None) -> None:
-    """Refuse a run whose ranks differ in what :func:`collect` says of ``settings``, as :func:`compare_facts` does."""
+    """Refuse a run whose ranks differ in :func:`collect` of ``settings``, as :func:`compare_facts` does."""
     compare_facts(lambda: collect(settings))
 
 
@@ -153,7 +153,7 @@ def compare_facts(collected: Callable[[], dict[str, str]]) -> None:
     """Refuse a run whose ranks differ; every rank has to call this, once torch.distributed is initialized.
 
     Raises:
-        LaunchError: on all ranks; names what differs, each value, and the ranks that have it.
+        LaunchError: on all ranks; names what differs, each value, and its ranks.
     """
     from torch import distributed
 
@@ -168,7 +168,7 @@ def compare_facts(collected: Callable[[], dict[str, str]]) -> None:
     except Exception as error:  # the others wait
         digest = f"rank {rank} cannot be compared: {error!r}"
     if len(set(digests := gathered(digest))) > 1:
-        failures = [one for one in digests if one.startswith("rank ")]
+        failures = [failure for failure in digests if failure.startswith("rank ")]
         raise LaunchError(
             f"the ranks of this run differ; start all of them with the same arguments, {VARIABLE}, code and environment:\n  "
             + "\n  ".join(failures or _differences(gathered(facts)))
@@ -188,13 +188,13 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
         own = "|".join(OF_A_RANK).replace("_", "[-_]")
         facts["command line"] = re.sub(rf"\S*\b({own})[= ]\S+", "", " ".join(sys.argv[1:]))
     else:
-        given = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
-        facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in given.items()}
+        values = {name: value for name, value in vars(arguments).items() if name not in OF_A_RANK}
+        facts |= {f"--{name.replace('_', '-')}": _text(value) for name, value in values.items()}
         facts |= of_datasets(getattr(arguments, "data_cache_path", None))
         facts |= {
             f"the content of --{name.replace('_', '-')}": sha256_of(Path(path))[:16]
             for name in _FILES
-            if isinstance(path := given.get(name), str) and os.path.isfile(path)
+            if isinstance(path := values.get(name), str) and os.path.isfile(path)
         }
     if settings is not None:
         facts |= dict(_flat(VARIABLE, settings))
@@ -203,23 +203,23 @@ def collect(settings: PluginConfig | None) -> dict[str, str]:
 
 def of_datasets(cache: object) -> dict[str, str]:
     """Return the digest of the datasets' manifests by which ``megacpp_mcore.data.arguments`` named the folder ``cache``."""
-    found = re.fullmatch(r".*/([0-9a-f]{16})", str(cache))
-    return {"the datasets, by their manifests' digest": found[1]} if found else {}
+    match = re.fullmatch(r".*/([0-9a-f]{16})", str(cache))
+    return {"the datasets, by their manifests' digest": match[1]} if match else {}
 
 
 def peers(address: str | None) -> str:
-    """Say which ranks a lost connection led to: those on the host with ``address``, or on all others if none is known to."""
+    """Name the ranks that a lost connection led to: those on the host with ``address``, else those on all other hosts."""
     own, ranks = socket.gethostname(), {rank: host for rank, host in enumerate(hosts) if rank != rank_and_size()[0]}
     names = dict.fromkeys(ranks.values())
-    there = [name for name in names if address and address in addresses(name)]
-    there = there or [name for name in names if name != own] or [own]
-    return ", ".join(f"{_named([rank for rank, host in ranks.items() if host == name])} on {name}" for name in there)
+    remote = [name for name in names if address and address in addresses(name)]
+    remote = remote or [name for name in names if name != own] or [own]
+    return ", ".join(f"{_named([rank for rank, host in ranks.items() if host == name])} on {name}" for name in remote)
 
 
 def addresses(name: str) -> set[str]:
     """Return the addresses that the host ``name`` has, as seen from this one; none if it is unknown."""
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+        return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):  # a part of the name is too long
         return set()
 

@@ -53,7 +53,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """Looks up variables in the process's environment, and who has set them.
+    """Looks up environment variables, and who set them.
 
     Attributes:
         recipe: the variables that a recipe requests.
@@ -71,11 +71,11 @@ class Lookup:
         ``refused`` is the warning if the user or the recipe has set it.
         """
         if name in self.environment:
-            found, wanted = self.environment[name], self.recipe.get(name)
+            current, requested = self.environment[name], self.recipe.get(name)
             against = [refused]
-            if wanted is not None and wanted != found:
-                against = [f"the recipe asks for {wanted}, the environment has {found}", refused]
-            return Value(name=name, value=found, source=USER, note=note, warning="; ".join(filter(None, against)))
+            if requested is not None and requested != current:
+                against = [f"the recipe asks for {requested}, the environment has {current}", refused]
+            return Value(name=name, value=current, source=USER, note=note, warning="; ".join(filter(None, against)))
         if name in self.recipe:
             return Value(name=name, value=self.recipe[name], source=RECIPE, note=note, warning=refused)
         if default is not None and not self.launched:
@@ -89,24 +89,24 @@ class Lookup:
 
 def connections(run: Run, lookup: Lookup) -> Value:
     """Decide the number of hardware queues: 1 preserves the order of launches, several let communication overlap."""
-    asked = lookup.asked(CONNECTIONS)
+    requested = lookup.asked(CONNECTIONS)
     if run.device != "cuda":
         return lookup.find(CONNECTIONS, note="has no effect on a CPU; the CPU lane sets what Megatron insists on")
     if run.execution.fsdp:
-        refused = "FSDP needs more than one queue, and Megatron stops; unset it" if asked == "1" else ""
-        note = "FSDP gathers beside the computation"
+        refused = "FSDP needs more than one queue, and Megatron stops; unset it" if requested == "1" else ""
+        note = "FSDP gathers while it computes"
         return lookup.find(CONNECTIONS, default=FSDP_CONNECTIONS, note=note, refused=refused)
     if run.layout.tensor > 1 or run.layout.context > 1:
         # Megatron asserts it up to Hopper, but with overlapped MoE communication it only warns.
         note = "tensor and context parallelism rely on the order of launches (Hopper and older)"
         if run.execution.overlap_moe_a2a:
-            both = f"{note}, overlapped MoE communication on many queues: the latter is taken"
+            both = f"{note}, overlapped MoE communication on many queues: the latter wins"
             return lookup.find(CONNECTIONS, default="32", note=both)
-        refused = "" if asked in (None, "1") else f"Megatron stops unless it is 1 ({note})"
+        refused = "" if requested in (None, "1") else f"Megatron stops unless it is 1 ({note})"
         return lookup.find(CONNECTIONS, default="1", note=note, refused=refused)
     if run.execution.overlap_moe_a2a or run.execution.overlap_shared_expert:
-        refused = "MoE communication cannot overlap in one queue; set 32" if asked == "1" else ""
-        note = "MoE communication runs beside the computation"
+        refused = "MoE communication cannot overlap in one queue; set 32" if requested == "1" else ""
+        note = "MoE communication overlaps computation"
         return lookup.find(CONNECTIONS, default="32", note=note, refused=refused)
     return lookup.find(CONNECTIONS, note="nothing in this layout depends on it; the driver's default is 8")
 
@@ -117,10 +117,10 @@ def allocator(run: Run, lookup: Lookup, speed: SpeedDefaults, *, given: bool) ->
     if run.device != "cuda":
         return lookup.find(name, note="has no effect on a CPU")
     obstacle = _segments_obstacle(run, lookup, name)
-    asked = lookup.asked(name) or ""
-    refused = obstacle if _EXPANDABLE in asked else ""
-    if given and speed.expandable_segments and asked and _EXPANDABLE not in asked:
-        refused = f"speed_defaults asks for {_EXPANDABLE}, the environment has {asked}"
+    requested = lookup.asked(name) or ""
+    refused = obstacle if _EXPANDABLE in requested else ""
+    if given and speed.expandable_segments and requested and _EXPANDABLE not in requested:
+        refused = f"speed_defaults asks for {_EXPANDABLE}, the environment has {requested}"
     default = _EXPANDABLE if speed.expandable_segments and not obstacle else None
     note = obstacle or "segments that grow keep fragmentation down"
     return lookup.find(name, default=default, note=note, refused=refused)
@@ -134,7 +134,7 @@ def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
         return "Megatron stops with such CUDA graphs and expandable segments unless NCCL_GRAPH_REGISTER=0"
     return (
         "NCCL may register buffers of CUDA graphs in expandable segments, which can end in illegal memory access; Megatron "
-        "does not look for it here; set NCCL_GRAPH_REGISTER=0"
+        "does not check for it here; set NCCL_GRAPH_REGISTER=0"
     )
 
 
@@ -149,7 +149,7 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
         "without it NCCL does not say why it stopped",
         "NVLink multicast; NCCL asks the host when it is unset",
     )
-    pinned = "it pins what NCCL chooses by size; figures are not comparable with those of runs that leave it"
+    pinned = "it pins what NCCL chooses by size; figures are not comparable with those of runs without it"
     return (
         lookup.find("NCCL_DEBUG", default="WARN" if several else None, note=debug),
         lookup.find("NCCL_P2P_DISABLE", note="recommended unset", refused=through_host),
@@ -159,26 +159,26 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
 
 
 def interfaces(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """Decide by which network hosts reach each other: nothing is set; nothing is listed where all processes are of one host."""
+    """Decide over which network hosts reach each other: sets nothing, and lists nothing if all processes are on one host."""
     world, local = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not (world.isdecimal() and local.isdecimal() and int(world) > int(local)):
         return ()
     names = ("GLOO_SOCKET_IFNAME",) if run.device == "cpu" else ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    by_default = "the network interface to other hosts; unset, the library chooses: gloo the one of this host's name"
-    found = [lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name))) for name in names]
+    by_default = "the network interface to other hosts; if unset, the library chooses: gloo the one of this host's name"
+    variables = [lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name))) for name in names]
     if run.device != "cpu" and lookup.asked("NCCL_IB_DISABLE") == "1":
-        found.append(lookup.find("NCCL_IB_DISABLE", refused="hosts then exchange through sockets; unset it"))
-    return tuple(found)
+        variables.append(lookup.find("NCCL_IB_DISABLE", refused="hosts then exchange through sockets; unset it"))
+    return tuple(variables)
 
 
-def _no_interface(asked: str | None) -> str:
-    """Say why no other host is reached by the interfaces ``asked``: names, or their beginnings; empty if one may be."""
-    if not asked or asked.startswith("^"):
+def _no_interface(requested: str | None) -> str:
+    """Return why the ``requested`` interfaces, names or prefixes, reach no other host; empty if one may."""
+    if not requested or requested.startswith("^"):
         return ""
     here = [name for _, name in socket.if_nameindex()]
-    wanted = asked.removeprefix("=").split(",")
-    if not any(name.startswith(one.partition(":")[0]) for one in wanted for name in here):
-        return f"this host has no such interface, but {', '.join(here)}"
+    wanted = requested.removeprefix("=").split(",")
+    if not any(name.startswith(prefix.partition(":")[0]) for prefix in wanted for name in here):
+        return f"this host has no such interface; it has {', '.join(here)}"
     return "no other host is reached by the loopback interface" if wanted == ["lo"] else ""
 
 
@@ -203,13 +203,13 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
         rows += (
             ("DG_JIT_CACHE_DIR", "deep_gemm", None, "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),
         )
-    found = []
+    variables = []
     for name, folder, default, note in rows:
         wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None
-        asked = lookup.asked(name)
-        refused = f"speed_defaults.cache_root asks for {wanted}" if wanted and asked not in (None, wanted) else ""
-        found.append(lookup.find(name, default=wanted or default, note=note, refused=refused))
-    return tuple(found)
+        requested = lookup.asked(name)
+        refused = f"speed_defaults.cache_root asks for {wanted}" if wanted and requested not in (None, wanted) else ""
+        variables.append(lookup.find(name, default=wanted or default, note=note, refused=refused))
+    return tuple(variables)
 
 
 def cudnn(run: Run, lookup: Lookup) -> tuple[Value, ...]:
@@ -245,7 +245,7 @@ def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
         lookup.find(
             TORCH_LOGS,
             note="what torch logs",
-            refused="observability.recompiles is asked for, and torch takes this variable alone; add recompiles, or unset it",
+            refused="observability.recompiles is on, but torch reads only this variable; add recompiles, or unset it",
         ),
     )
 
@@ -262,15 +262,15 @@ def check(run: Run, lookup: Lookup) -> None:
 
     Raises:
         LaunchError: the number of processes; TF32 forced on ops whose products have to be in fp32; or all expert-parallel ranks
-            would begin with the same experts.
-        ModelError: the run uses FSDP2, and its layout cannot.
+            would start with the same experts.
+        ModelError: FSDP2 does not support the run's layout.
     """
     parts = ("tensor", "pipeline", "context", "expert")
     sizes = {name: size for name in parts if (size := getattr(run.layout, name)) > 1}
     if run.training.processes % (least := run.layout.processes):
         words = " × ".join(f"{name} {size}" for name, size in sizes.items())
         raise LaunchError(
-            f"parallelism {words} takes {least} processes or a multiple, and there are {run.training.processes}: start as many "
+            f"parallelism {words} needs {least} processes or a multiple, got {run.training.processes}: start as many "
             "(launch --nproc, torchrun --nproc-per-node), or change the layout"
         )
     check_torch_fsdp(run)
@@ -295,7 +295,7 @@ def _in_fp32(run: Run) -> str:
 
 
 def tf32(run: Run, lookup: Lookup, *, products: bool) -> tuple[Value, ...]:
-    """List what sets fp32 products to TF32, which some families have none of. ``products``: :func:`tf32_products`."""
+    """List what sets fp32 products to TF32; some families have none. ``products``: :func:`tf32_products`."""
     if run.device != "cuda":
         return ()
     without = filter(None, (FAMILIES[letter].without_tf32 for letter in run.families))
@@ -323,7 +323,7 @@ def flags(run: Run, arguments: str) -> tuple[Value, ...]:
         source = arguments if feature.field in run.given else DEFAULT
         rows.append(Value(name=feature.name, value="on" if on else "off", source=source, note=note, variable=False))
     usual, interval = usual_log_interval(run), run.execution.log_interval
-    note = "before each line all ranks wait for each other" if run.processes > 1 else "a line costs nobody else"
+    note = "before each line all ranks wait for each other" if run.processes > 1 else "a line delays no other rank"
     source = arguments if "log_interval" in run.given else DEFAULT
     if interval < usual:
         note += f"; {usual} is usual on several GPUs"

@@ -153,9 +153,9 @@ def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Pat
     first, second, third = (output.read_text() for output in outputs)
     host = re.escape(socket.gethostname())
     assert re.search(
-        rf"error: rank 2 of 3 did not come to localhost:\d+ .*, where ranks 0, 1 on {host} wait; start", first
+        rf"error: rank 2 of 3 did not reach localhost:\d+ .*, where ranks 0, 1 on {host} wait; start", first
     )
-    assert re.search(r"error: rank (2 of 3 did not come to|0 of 3 at) localhost:\d+ ", second)
+    assert re.search(r"error: rank (2 of 3 did not reach|0 of 3 at) localhost:\d+ ", second)
     assert re.search(rf"error: rank 2 of 3 on {host} found no rank 0 at localhost:9 .* WORLD_SIZE=3 .*`nc -z", third)
     assert all("Traceback" not in said for said in (first, second, third))
 

@@ -239,7 +239,7 @@ def test_interfaces_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     for good in ("eth", "=ib0", "^docker", "ib0:1,eth0"):
         assert resolve(GPU, environment={**two, "NCCL_SOCKET_IFNAME": good}).warnings == ()
     (bad,) = resolve(CPU, environment={**two, "GLOO_SOCKET_IFNAME": "eth7"}).warnings
-    assert "no such interface, but lo, eth0, ib0" in bad
+    assert "no such interface; it has lo, eth0, ib0" in bad
     (bad,) = resolve(GPU, environment={**two, "NCCL_SOCKET_IFNAME": "lo"}).warnings
     assert "loopback" in bad
     (bad,) = resolve(GPU, environment={**two, "NCCL_IB_DISABLE": "1"}).warnings
@@ -351,14 +351,14 @@ def test_no_setting_of_connections_lets_everything_overlap() -> None:
         ({"own_stages": True}, "gradient reduce", "not known"),
         ({"distributed_optimizer": False}, "parameter gather", "--use-distributed-optimizer"),
         ({"overlap_grad_reduce": False}, "parameter gather", "needs --overlap-grad-reduce"),
-        ({"expert": 1}, "MoE all-to-all", "not cut"),
-        ({}, "MoE all-to-all", "refuses --overlap-moe-expert-parallel-comm beside --moe-shared-expert-overlap"),
-        ({}, "shared expert", "refuses --overlap-moe-expert-parallel-comm beside --moe-shared-expert-overlap"),
+        ({"expert": 1}, "MoE all-to-all", "not sharded"),
+        ({}, "MoE all-to-all", "refuses --overlap-moe-expert-parallel-comm with --moe-shared-expert-overlap"),
+        ({}, "shared expert", "refuses --overlap-moe-expert-parallel-comm with --moe-shared-expert-overlap"),
         ({"moe_dispatcher": "allgather"}, "MoE all-to-all", "needs --moe-token-dispatcher-type alltoall or flex"),
         ({"precision": "fp32"}, "MoE all-to-all", "Megatron refuses it in fp32"),
-        ({"recompute_granularity": "full"}, "MoE all-to-all", "experts computed again"),
-        ({"recompute_modules": ("moe",)}, "MoE all-to-all", "experts computed again"),
-        ({"model": preset("nam56r")}, "MoE all-to-all", "more than one MTP depth, and there are 2"),
+        ({"recompute_granularity": "full"}, "MoE all-to-all", "recomputed experts"),
+        ({"recompute_modules": ("moe",)}, "MoE all-to-all", "recomputed experts"),
+        ({"model": preset("nam56r")}, "MoE all-to-all", "more than one MTP depth, got 2"),
         ({"sequence_parallel": False}, "tensor-parallel", "--sequence-parallel"),
         ({"transformer_impl": "local"}, "tensor-parallel", "Transformer Engine's"),
         ({"device": "cpu", "transformer_impl": "local"}, "tensor-parallel", "no streams"),
@@ -381,7 +381,7 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
         "launch policy of a script that `megacpp-mcore launch` did not start, so that nothing was set for it:"
     )
     assert "  PYTORCH_CUDA_ALLOC_CONF = (unset) (default; the launcher would set expandable_segments:True; " in text
-    assert "anomaly_detection (asked for; only `megacpp-mcore launch` brings them)" in text
+    assert "anomaly_detection (requested; only `megacpp-mcore launch` applies them)" in text
     # What depends on a variable is judged by what it is, and not by what it would have been.
     assert "tensor-parallel" not in {one.name for one in bare.overlaps if one.possible}
     launched = resolve(by(run, file), environment=environment)

@@ -32,7 +32,7 @@ class MTP:
     """Multi-token prediction with one shared block (FastMTP arXiv 2509.18362; DeepSeek-V3 arXiv 2412.19437).
 
     Depth k's loss has weight ``loss_scale * loss_decay**(k-1) / sum_j loss_decay**(j-1)``; depth 0 turns MTP off.
-    ``attention``: ``-`` or ``W``, the role of its block, as of an A layer in a DSA schedule.
+    ``attention``: ``-`` or ``W``, the role of its block, as for an A layer in a DSA schedule.
     """
 
     depth: int = 2
@@ -174,12 +174,12 @@ class Model:
 
     def record(self) -> dict[str, Any]:
         """Return the definition as plain values: without windows and YaRN where no layer has one."""
-        found = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         if WINDOWED not in (*self.roles, self.shape.mtp_role):
-            del found["mla"]["window_size"], found["mtp"]["attention"]
+            del values["mla"]["window_size"], values["mtp"]["attention"]
         if not self.mla.yarn:
-            del found["mla"]["yarn"]
-        return found
+            del values["mla"]["yarn"]
+        return values
 
     @cached_property
     def shape(self) -> Shape:
@@ -214,7 +214,7 @@ class Model:
 
     def layer_numbers(self, letter: str) -> tuple[int, ...]:
         """Return 1-based numbers of the layers of one family."""
-        return tuple(number for number, found in enumerate(self.layers, start=1) if found == letter)
+        return tuple(number for number, layer in enumerate(self.layers, start=1) if layer == letter)
 
     def chunks(self, layout: Layout) -> tuple[range, ...]:
         """Return the 1-based layer numbers of each model chunk (pipeline or virtual stage), in layer order.
@@ -276,8 +276,8 @@ class Model:
 
     def _why_not_over(self, tensor: int, context: int) -> str:
         """Return why ``context`` ranks cannot share a sequence; empty if they can."""
-        found = (family.no_context(self.shape, tensor, context, *self.sizes(family)) for family in self.families)
-        return next(filter(None, found), "")
+        reasons = (family.no_context(self.shape, tensor, context, *self.sizes(family)) for family in self.families)
+        return next(filter(None, reasons), "")
 
     def vocab_size_padded(self, tensor: int, divisible_by: int = 128) -> int:
         """Return the vocabulary after Megatron's padding to a multiple of ``divisible_by * tensor``."""
@@ -318,9 +318,9 @@ _TINY = Model(
 
 
 def _long(model: Model, seq_length: int) -> Model:
-    """Return ``model`` for rows of ``seq_length``: what grows with the square of the length, over windows of its own length.
+    """Return ``model`` for rows of ``seq_length``: quadratic attention gets windows of the model's own length.
 
-    So no key that a query of ``model`` saw in full attention is lost, and its checkpoints fit: no parameter differs.
+    A query sees every key that it saw in ``model``, and checkpoints of ``model`` fit: no parameter differs.
     """
     factor, original = seq_length / model.seq_length, model.seq_length
     yarn = YaRN(rotary_scaling_factor=factor, original_max_position_embeddings=original)
@@ -357,7 +357,7 @@ _PRESETS = {
 PRESETS: Mapping[str, Model] = MappingProxyType(_PRESETS)
 """The models that this package defines, by name."""
 DEFAULT = _NAM56R.name
-"""The preset that nothing has to name."""
+"""The preset of runs that name none."""
 
 
 def preset(name: str) -> Model:
@@ -368,7 +368,7 @@ def preset(name: str) -> Model:
     """
     if name not in PRESETS:
         raise ModelError(
-            f"there is no model {name!r}; {nearest(name, PRESETS)}; a model of one's own is named in the settings file, which "
+            f"there is no model {name!r}; {nearest(name, PRESETS)}; define a model of your own in the settings file that "
             "MEGACPP_CONFIG names"
         )
     return PRESETS[name]

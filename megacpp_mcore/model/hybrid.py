@@ -25,17 +25,17 @@ from megacpp_mcore.model.families.base import Slot
 
 def slots() -> tuple[Slot, ...]:
     """Return the slots of all families; :data:`MTP_BLOCK` is two symbols of one, only in the MTP part."""
-    found = [slot for family in FAMILIES.values() for slot in family.slots]
-    return tuple(sorted(found, key=lambda slot: slot.symbol == MTP_BLOCK))
+    family_slots = [slot for family in FAMILIES.values() for slot in family.slots]
+    return tuple(sorted(family_slots, key=lambda slot: slot.symbol == MTP_BLOCK))
 
 
 def chunks(text: str) -> tuple[range, ...]:
     """Return the 1-based layer numbers of each stage of a pattern, hybrid or not; MTP depths are left out."""
-    found, first = [], 1
+    ranges, first = [], 1
     for stage in text.partition("/")[0].split("|"):
-        found.append(range(first, first + len(stage)))
+        ranges.append(range(first, first + len(stage)))
         first += len(stage)
-    return tuple(found)
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
         ModelError: the layers cannot be split that way.
     """
     is_staged = grammar.parse(model.pattern).staged
-    cut = model.chunks(layout or Layout()) if layout or not is_staged else chunks(model.pattern)
+    stages = model.chunks(layout or Layout()) if layout or not is_staged else chunks(model.pattern)
     for letter in dict.fromkeys(model.layers):
         if not FAMILIES[letter].slots:
             raise ModelError(
@@ -85,7 +85,7 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
         FAMILIES[letter].slots[0].symbol if role is None else SPARSE_MLA if role in SPARSE else FULL_MLA
         for letter, role in zip(model.layers, model.roles, strict=True)
     ]
-    trunk = "|".join("".join(symbols[chunk.start - 1 : chunk.stop - 1]) for chunk in cut)
+    trunk = "|".join("".join(symbols[chunk.start - 1 : chunk.stop - 1]) for chunk in stages)
     used = {*symbols, *[MTP_BLOCK] * model.mtp.depth}
     return Plan(
         model, trunk + f"/{MTP_BLOCK}" * model.mtp.depth, tuple(slot for slot in slots() if slot.symbol in used)

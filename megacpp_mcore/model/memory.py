@@ -54,19 +54,19 @@ class States:
 
 
 def process_parameters(run: Run) -> tuple[int, int] | None:
-    """Return the parameters of a rank in the largest stage, without routed experts and of these; None where not known."""
+    """Return a rank's parameters in the largest stage: without routed experts, and those of routed experts; None if unknown."""
     if run.model is None or run.execution.own_stages:
         return None
     try:
         stages = by_stage(run.model, run.layout)
-    except ModelError:  # the layers cannot be split that way, which whoever builds them refuses
+    except ModelError:  # the layers cannot be split that way, and building them fails
         return None
     layout = run.layout
-    return max(((one.tensor // layout.tensor + one.whole, one.expert // layout.expert) for one in stages), key=sum)
+    return max(((part.tensor // layout.tensor + part.whole, part.expert // layout.expert) for part in stages), key=sum)
 
 
 def states(run: Run) -> States | None:
-    """Return the persistent memory of a rank in the largest stage; None where it is not known: without a model of this package,
+    """Return the persistent memory of a rank in the largest stage; None if it is unknown: without a model of this package,
     with stages that it does not mark, or with other states than these."""
     held = process_parameters(run)
     if held is None or run.execution.own_states or run.training.optimizer != "adam":
@@ -79,13 +79,13 @@ def states(run: Run) -> States | None:
     moments = sum({"fp32": 4, "fp8": 1}.get(kept, 2) for kept in (how.exp_avg, how.exp_avg_sq))
     sizes = [0, 0, 0, 0]
     ranks_of_a_stage = run.processes // run.layout.pipeline
-    for count, cut in zip(held, (run.layout.tensor, run.layout.expert), strict=True):
-        replicas = max(1, ranks_of_a_stage // cut)
+    for count, shards in zip(held, (run.layout.tensor, run.layout.expert), strict=True):
+        replicas = max(1, ranks_of_a_stage // shards)
         of_all, of_optimizer = (replicas if how.fsdp else 1, replicas if how.fsdp or how.distributed_optimizer else 1)
-        for place, (each, over) in enumerate(
+        for place, (width, ranks) in enumerate(
             ((weight, of_all), (gradient, of_all), (main, of_optimizer), (moments, of_optimizer))
         ):
-            sizes[place] += each * count // over
+            sizes[place] += width * count // ranks
     return States(weights=sizes[0], gradients=sizes[1], main_weights=sizes[2], moments=sizes[3])
 
 
@@ -95,8 +95,8 @@ def usable(gpu_bytes: int) -> int:
 
 
 def quantised(run: Run, held: States) -> int:
-    """Return the bytes of FP8 copies of weights, in both orders, all of them where some are in FP8, and of what they leave of
-    blocks that CUDA graphs then cannot have."""
+    """Return the bytes of FP8 copies of weights, in both orders, of all weights if some are in FP8, and of the rest of their
+    blocks, which CUDA graphs then cannot use."""
     own = run.settings is not None and (
         run.settings.fp8.recipe is not None or any("fp8" in name for name in run.settings.backends.values())
     )
@@ -106,10 +106,10 @@ def quantised(run: Run, held: States) -> int:
 def _unfilled(run: Run) -> int:
     """Return the bytes that kept FP8 copies of weights leave of blocks of the allocator, with CUDA graphs.
 
-    A layer's copies are made in the first step, and taken to lie in a block that the layer's widest tensor has left. What they
-    leave of it goes to no graph: those have a pool of their own, and no block that is in use in part is given back. Inferred
-    from what ``nam56r`` reserved on an H200 (experiments/results/nam56r_h200.csv), which it is within 2 % of; with divided
-    experts, whose tensors are of the tokens of all ranks, it has not been compared.
+    A layer's copies are made in the first step, and assumed to lie in a block that the layer's widest tensor has freed. No
+    graph can use the rest of it: graphs have a pool of their own, and a partly used block is never released. Inferred from
+    what ``nam56r`` reserved on an H200 (experiments/results/nam56r_h200.csv), to within 2 %; not compared with sharded
+    experts, which hold the tokens of all ranks.
     """
     model, layout = run.model, run.layout
     if model is None or run.settings is None or run.execution.cuda_graph_impl == "none":
@@ -129,15 +129,15 @@ def _unfilled(run: Run) -> int:
         ({"mamba3_projection"}, model.layers.count("M"), inputs * tokens, inputs // layout.tensor),
         ({"feed_forward"}, min(1, model.mtp.depth), ffn * at_once, 2 * ffn),
     )
-    in_fp8 = {op for op, way in run.settings.backends.items() if "fp8" in way}
-    found = sum(layers * max(0, 2 * widest - 2 * hidden * rows) for ops, layers, widest, rows in sizes if ops & in_fp8)
-    return found // layout.pipeline
+    in_fp8 = {op for op, backend in run.settings.backends.items() if "fp8" in backend}
+    rest = sum(layers * max(0, 2 * widest - 2 * hidden * rows) for ops, layers, widest, rows in sizes if ops & in_fp8)
+    return rest // layout.pipeline
 
 
 def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
     """Return what M layers may keep for their backward pass on a GPU of ``gpu_bytes``: ``all``, ``scan``, or None for neither.
 
-    Estimated only for several ranks of MIMO: at rank 1 kernels keep it anyway. An FP8 copy of every weight is allowed for where
+    Estimated only for several ranks of MIMO: at rank 1 kernels keep it anyway. An FP8 copy of every weight is allowed for if
     the run has one.
     """
     model, held = run.model, states(run)
@@ -159,7 +159,7 @@ def mamba_keeps(run: Run, gpu_bytes: int) -> str | None:
 
 
 def _in_flight(run: Run, model: Model) -> str:
-    """Return the letters of all layers, once for each micro-batch, whose activations the first stage holds at once at most.
+    """Return the letters of the layers, once per micro-batch, with activations that the first stage holds at its peak.
 
     As many model chunks as Megatron's schedules run forward before the first backward (``get_pp_rank_microbatches``, 0.19),
     each taken for the one with the most layers.
@@ -173,7 +173,7 @@ def _in_flight(run: Run, model: Model) -> str:
 
 
 def _mamba_kept(model: Model) -> dict[str, int]:
-    """Return the bytes a token and M layer that ``triton_keep_all`` and ``triton_keep_scan`` keep beside the rest."""
+    """Return the bytes a token and M layer that ``triton_keep_all`` and ``triton_keep_scan`` keep on top of the rest."""
     ssm = model.mamba3
     rows = 2 * model.mamba_heads * ssm.mimo_rank  # bytes of a column, 16 bits each
     tables = model.mamba_heads * (12 + 4 * ssm.angles) + 4 * ssm.groups * ssm.mimo_rank * ssm.state
@@ -182,7 +182,7 @@ def _mamba_kept(model: Model) -> dict[str, int]:
 
 
 WORKSPACE = 4_000_000_000
-"""Bytes beside tensors that are counted: a chunk of logits and its gradient, cuBLAS, what the allocator cannot use again."""
+"""Bytes on top of the counted tensors: a chunk of logits and its gradient, cuBLAS, what the allocator cannot reuse."""
 _SCRATCH, _BLOCK_BYTES = 5.5, 2**29
 """Tensors as large as a row's keys that M's backward pass holds, and the most bytes of each (``ops/mamba3/triton.py``)."""
 _RATE, _SCAN_S = 6.6e14, {"m": 9e-8, "r": 1.2e-7}
@@ -192,9 +192,9 @@ _RATE, _SCAN_S = 6.6e14, {"m": 9e-8, "r": 1.2e-7}
 
 def activations(run: Run, how: Recomputation) -> dict[str, int] | None:
     """Return the bytes that a rank holds in the backward pass besides its states, by part; None with pipeline stages, which
-    hold several micro-batches, and where the model is not known.
+    hold several micro-batches, and without a known model.
 
-    What layers keep follows from the widths of their tensors. With the states it is within 2 % of what five recipes of
+    What layers keep follows from the widths of their tensors. Including the states, it is within 2 % of what five recipes of
     ``nam56r`` reserved on H100s and H200s (``examples/receipts``), in CUDA graphs; recompute has not been compared yet.
     """
     model, layout = run.model, run.layout
@@ -202,18 +202,18 @@ def activations(run: Run, how: Recomputation) -> dict[str, int] | None:
         return None
     tokens = run.training.micro_batch_size * model.seq_length // layout.context // layout.tensor
     hidden, is_full = 2 * model.hidden_size, how.granularity == "full"
-    found: dict[str, int] = {}
+    parts: dict[str, int] = {}
     largest = 0
 
     def add(part: str, family: Family, role: str | None, *more: int) -> None:
         nonlocal largest
         dropped, rest = family.kept(model.shape, role, *model.sizes(family))
-        whole = 2 * hidden + dropped + rest + sum(more)
+        total = 2 * hidden + dropped + rest + sum(more)
         repeats = dropped if family.recompute in how.own.on else 0
-        kept = hidden if is_full else whole - repeats
-        found[part] = found.get(part, 0) + kept * tokens
+        kept = hidden if is_full else total - repeats
+        parts[part] = parts.get(part, 0) + kept * tokens
         # Gradients of what a layer keeps, and what was not kept.
-        largest = max(largest, 2 * whole - kept)
+        largest = max(largest, 2 * total - kept)
 
     for letter, role in zip(model.layers, model.roles, strict=True):
         add(FAMILIES[letter].part, FAMILIES[letter], role)
@@ -222,18 +222,18 @@ def activations(run: Run, how: Recomputation) -> dict[str, int] | None:
         # Both inputs, their norms and the projection's output; the second norm; the last norm; what is around GELU.
         add("MTP", ATTENTION, model.mtp.attention, 7 * hidden, 0 if in_chunks else 4 * model.ffn_hidden_size)
     losses = 1 + model.mtp.depth
-    found["losses"] = losses * (2 * hidden * tokens + hidden * model.vocab_size // layout.tensor)
+    parts["losses"] = losses * (2 * hidden * tokens + hidden * model.vocab_size // layout.tensor)
     scratch: float = 8 * model.ffn_hidden_size * min(tokens, MTP_MLP_TOKENS) if in_chunks else 0
     if MAMBA.letter in model.layers:
         ssm = model.mamba3
         keys = 2 * model.mamba_heads * ssm.mimo_rank * max(ssm.state, ssm.head_dim) * tokens
         scratch += _SCRATCH * min(keys, _BLOCK_BYTES)
-    return found | {"workspace": round(largest * tokens + scratch) + WORKSPACE}
+    return parts | {"workspace": round(largest * tokens + scratch) + WORKSPACE}
 
 
 def estimate(run: Run, gpu_bytes: int) -> int | None:
     """Return the bytes that a rank holds at the peak of a step on a GPU of ``gpu_bytes``, with the run's recompute and what M
-    layers keep there; None where that is not known, as where Megatron's modules or some of the layers are recomputed."""
+    layers keep there; None if that is unknown, as when Megatron's modules or some of the layers are recomputed."""
     model, how, own = run.model, run.execution, run.settings.recompute if run.settings is not None else Recompute()
     if model is None or how.recompute_granularity == "selective" or how.recompute_method == "block":
         return None
@@ -263,7 +263,7 @@ def choices(run: Run) -> list[Choice]:
     model, held = run.model, states(run)
     if model is None or held is None:
         return []
-    names = [one.recompute for one in FAMILIES.values() if one in model.families and one.recompute]
+    names = [family.recompute for family in FAMILIES.values() if family in model.families and family.recompute]
     names += [MTP_MLP] if model.mtp.depth else []
     ways = [
         Recomputation(own=Recompute(**dict.fromkeys(chosen, True)))
@@ -272,21 +272,21 @@ def choices(run: Run) -> list[Choice]:
     ]
     for own in (Recompute(), *([Recompute(mtp=True)] if model.mtp.depth else [])):
         ways.append(Recomputation(granularity="full", method="uniform", num_layers=1, own=own))
-    step, found = flops.step(model), []
+    step, candidates = flops.step(model), []
     for how in ways:
         of_parts = activations(run, how)
         if of_parts is None:
             return []
         on = names if how.granularity == "full" else how.own.on
         scans = sum(
-            _SCAN_S.get(one.recompute, 0) * model.layers.count(one.letter)
-            for one in FAMILIES.values()
-            if one.recompute in on
+            _SCAN_S.get(family.recompute, 0) * model.layers.count(family.letter)
+            for family in FAMILIES.values()
+            if family.recompute in on
         )
         seconds = recomputed(model, step, how).total.training / step.tokens / _RATE + scans
-        found.append(Choice(how, held.total + sum(of_parts.values()) + quantised(run, held), seconds))
+        candidates.append(Choice(how, held.total + sum(of_parts.values()) + quantised(run, held), seconds))
     least, front = math.inf, []
-    for choice in sorted(found, key=lambda one: (one.seconds, one.total)):
+    for choice in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.total)):
         if choice.total < least:
             least = choice.total
             front.append(choice)
@@ -307,9 +307,9 @@ def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:
         for pipeline, tensor, expert in itertools.product(sizes, sizes, sizes)
     ]
     layouts.sort(key=lambda layout: layout.pipeline * layout.tensor * layout.expert)
-    asked = {"fp16": run.precision == "fp16", "distributed_optimizer": True}
+    execution = {"fp16": run.precision == "fp16", "distributed_optimizer": True}
     for count in (run.processes * more for more in (1, 2, 4, 8, 16, 32, 64)):
-        found = False
+        fits = False
         training = dataclasses.replace(run.training, processes=count, extra=())
         for layout in layouts:
             if run.model is None or count % layout.processes:
@@ -318,10 +318,10 @@ def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:
                 run.model.check_layout(layout)
             except ModelError:
                 continue
-            other = Run(run.model, layout, training, run.model_class, asked)
+            other = Run(run.model, layout, training, run.model_class, execution)
             held = states(other)
             if held is not None and held.total <= usable(gpu_bytes):
-                found = True
+                fits = True
                 yield other, held
-        if found:
+        if fits:
             return

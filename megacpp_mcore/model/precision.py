@@ -1,7 +1,7 @@
 """The precision plan of a run in four fields, and stock Megatron's precision file for FP8 experts. Pure Python.
 
 Stock's flag ``--fp8-format`` puts every layer in FP8. Its ``--te-precision-config-file`` selects modules (megatron-core
-0.19.2, ``megatron/core/quantization`` and ``extensions/transformer_engine.py``), as FP8 in the experts alone requires.
+0.19.2, ``megatron/core/quantization`` and ``extensions/transformer_engine.py``), as FP8 in only the experts requires.
 """
 
 from __future__ import annotations
@@ -83,6 +83,6 @@ def unfit(model: Model) -> str | None:
 def is_experts_recipe(recipe: Any) -> bool:
     """Return whether Megatron's ``RecipeConfig`` equals the content of :data:`EXPERTS_FILE`, whichever file it is from."""
     content = yaml.safe_load(EXPERTS_FILE.read_text(encoding="utf-8"))
-    wanted = [(matcher["pattern"], matcher["config"]) for matcher in content["matchers"].values()]
-    found = [(getattr(one, "pattern", None), getattr(one, "config_key", None)) for one in recipe.matchers]
-    return bool(found == wanted and recipe.configs == content["configs"])
+    expected = [(matcher["pattern"], matcher["config"]) for matcher in content["matchers"].values()]
+    actual = [(getattr(matcher, "pattern", None), getattr(matcher, "config_key", None)) for matcher in recipe.matchers]
+    return bool(actual == expected and recipe.configs == content["configs"])

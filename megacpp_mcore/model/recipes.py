@@ -62,7 +62,7 @@ class Recipe:
 
 def _on_gpus(
     model: str, gpus: int, machine: str, micro_batch: int, batch: int, precision: str = "bf16",
-    asked: Mapping[str, Any] = MappingProxyType({}),
+    execution: Mapping[str, Any] = MappingProxyType({}),
 ) -> Recipe:  # fmt: skip
     """Use replicas, the fastest layout where a GPU holds one, in CUDA graphs (``experiments/results/gpus_h200.csv``).
 
@@ -72,11 +72,11 @@ def _on_gpus(
     training = Training(micro_batch_size=micro_batch, global_batch_size=batch * gpus, processes=gpus, cuda_graphs=True)
     settings = Path(__file__).resolve().with_name(f"{model}_fp8.yaml") if precision == "fp8" else None
     name = f"{model}_pretrain_{gpus}gpu_{machine}_{precision}"
-    return Recipe(name=name, run=Run(preset(model), Layout(), training, asked=asked), settings=settings)
+    return Recipe(name=name, run=Run(preset(model), Layout(), training, asked=execution), settings=settings)
 
 
 def _by_muon(run: Run) -> Recipe:
-    """Train with Megatron's Muon (emerging-optimizers); experts are stock's then, and no layer is in CUDA graphs."""
+    """Train with Megatron's Muon (emerging-optimizers); experts are then Megatron's, and no layer is in CUDA graphs."""
     training = dataclasses.replace(run.training, optimizer="muon")
     on = f"1gpu_h200_{training.precision}" if run.device == "cuda" else f"1cpu_{training.precision}"
     return Recipe(
@@ -98,7 +98,7 @@ _TINY = Run(
 )
 _ALL = (
     *(_on_gpus("nam56r", gpus, "h200", 2, 8) for gpus in (1, 2, 4, 8)),
-    _on_gpus("nam56r", 1, "h100", 1, 8, asked=NARROW),
+    _on_gpus("nam56r", 1, "h100", 1, 8, execution=NARROW),
     *(_on_gpus("nam56r", gpus, "h100", 1, 8) for gpus in (2, 4, 8)),
     *(_on_gpus("nam56r", gpus, "h200", 2, 8, "fp8") for gpus in (1, 2, 4, 8)),
     *(_on_gpus("nam56r_quarter", 1, machine, 1, 2) for machine in ("h200", "h100")),

@@ -1,8 +1,8 @@
 """One run: a model, its layout, its training plan, and how Megatron carries it out. No torch, no Megatron.
 
 Everything before a step is decided from a :class:`Run`: the stock command (:mod:`megacpp_mcore.arguments.lowering`; its inverse
-is :mod:`megacpp_mcore.arguments.read`), Megatron-Bridge's configuration, the launch policy, and the memory of a rank. What is
-usual for a run follows from it (:func:`usual_for`); what it wants otherwise is :attr:`Run.asked`.
+is :mod:`megacpp_mcore.arguments.read`), Megatron-Bridge's configuration, the launch policy, and the memory of a rank. The
+usual settings follow from the run (:func:`usual_for`); its deviations from them are :attr:`Run.asked`.
 
 Flags, defaults and conditions are those of Megatron-LM core_v0.19.0 and megatron-core 0.19.2.
 """
@@ -32,7 +32,7 @@ GC_INTERVAL = 100
 FULLY_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 """With the distributed optimizer: its state is saved by parameter, not as the run's flat buckets, and at the same cost."""
 BUCKET_ELEMENTS = 120_000_000
-"""Elements of a gradient bucket where reductions are hidden; Megatron has 40 million, or a million a replica if that is more.
+"""Elements of a gradient bucket where reductions are hidden; Megatron's is 40 million, or a million a replica if more.
 
 A layer in a CUDA graph waits until all its weights are gathered, and Megatron gathers one bucket ahead, which with 40 million
 is less than a layer of ``nam56r``: a step of two H200s took 1706 ms, with buckets of this size 1696, with twice that 1697.
@@ -43,7 +43,7 @@ LARGEST_GATHER = 8
 """Largest expert parallelism that all-gathers tokens: mostly the GPUs of one host. Four were measured."""
 TORCH_FSDP = "--use-torch-fsdp2"
 MOST_MICRO_BATCHES = 16
-"""Micro-batches of a step that a pipeline has graphs for: each has its own, 0.34 GB and a second; eight were measured."""
+"""Most micro-batches of a step that a pipeline captures: each has its own graphs, 0.34 GB and a second; eight were measured."""
 CAPTURED = (
     "layers are captured with Transformer Engine, in bf16, trained by Adam, without context parallelism or FSDP2, and in a "
     f"pipeline without tensor or expert parallelism, with at most {MOST_MICRO_BATCHES} micro-batches a step"
@@ -69,23 +69,23 @@ class Execution:
     Attributes:
         gradient_accumulation_fusion: matrix products add to the gradients themselves.
         precision_aware: a bf16 weight's main parameter is kept as the 16 bits that the weight leaves of it.
-        exp_avg, exp_avg_sq: what Adam's moments are kept in, by Megatron's names; others than fp32 need the former.
+        exp_avg, exp_avg_sq: what Adam's moments are kept in, by Megatron's names; any but fp32 need the former.
         moe_permute_fusion: one kernel sorts tokens by expert.
         manual_gc: Python collects garbage in named steps only.
         moe_dispatcher: as ``--moe-token-dispatcher-type``.
         bucket_elements, num_buckets: size and number of gradient buckets; Megatron takes one of them.
         log_interval: steps between two lines in the log.
         cpu_initialization: weights are drawn by the CPU's generator.
-        stage_group: micro-batches in a row that a virtual stage takes; as many as stages, if none is given.
-        torch_fsdp, megatron_fsdp: who shards the parameters, if anyone does.
+        stage_group: consecutive micro-batches of a virtual stage; None: as many as stages.
+        torch_fsdp, megatron_fsdp: which FSDP shards the parameters, if any.
         fp16: weights in fp16, which no plan of this package has.
         fp8: Megatron's own FP8 format, for every layer.
         precision_file: the file of ``--te-precision-config-file``, if it is not this package's.
         recompute_granularity, recompute_method, recompute_modules: Megatron's own recompute.
         grad_bytes: bytes of a gradient element in the buckets.
-        experts: there are routed experts; of a model of this package its layers say so.
-        own_states: the optimizer's states are others than :func:`megacpp_mcore.model.memory.states` counts.
-        own_stages: the arguments draw pipeline stages that the model's pattern does not mark.
+        experts: there are routed experts; with a model of this package, its layers decide.
+        own_states: the optimizer's states differ from those that :func:`megacpp_mcore.model.memory.states` counts.
+        own_stages: the arguments define pipeline stages that the model's pattern does not mark.
     """
 
     gradient_accumulation_fusion: bool = _switch("--no-gradient-accumulation-fusion", on=True)
@@ -127,9 +127,9 @@ class Execution:
         return self.torch_fsdp or self.megatron_fsdp
 
 
-FIELDS = {one.name: one for one in dataclasses.fields(Execution)}
+FIELDS = {setting.name: setting for setting in dataclasses.fields(Execution)}
 NARROW: Mapping[str, Any] = MappingProxyType({"precision_aware": True, "exp_avg": "bf16", "exp_avg_sq": "bf16"})
-"""What to ask for where 12 bytes a bf16 parameter fit and 18 do not."""
+"""Settings for GPUs where 12 bytes a bf16 parameter fit and 18 do not."""
 
 _OLDER: Mapping[str, tuple[str, str]] = MappingProxyType({
     "--enable-cuda-graph": ("cuda_graph_impl", "local"),
@@ -141,30 +141,30 @@ _OLDER: Mapping[str, tuple[str, str]] = MappingProxyType({
 
 def words_of(name: str, value: Any) -> tuple[str, ...]:
     """Return the arguments that set the field ``name`` to ``value``; none for Megatron's default."""
-    known = FIELDS[name]
-    if value == known.default or not known.metadata:
+    setting = FIELDS[name]
+    if value == setting.default or not setting.metadata:
         return ()
-    if "words" in known.metadata:
-        return tuple(known.metadata["words"])
-    return (known.metadata["names"][0], *(value if isinstance(value, tuple) else [str(value)]))
+    if "words" in setting.metadata:
+        return tuple(setting.metadata["words"])
+    return (setting.metadata["names"][0], *(value if isinstance(value, tuple) else [str(value)]))
 
 
 def given_in(given: flags.Flags) -> dict[str, Any]:
     """Return the fields that a command line sets, as far as one flag decides them.
 
     Raises:
-        LaunchError: a number is none, or below 1.
+        LaunchError: a value is not a number, or below 1.
     """
-    found: dict[str, Any] = {name: value for flag, (name, value) in _OLDER.items() if flag in given}
-    for name, known in FIELDS.items():
-        if "words" in known.metadata and known.metadata["words"][0] in given:
-            found[name] = not known.default
-        flag = next((flag for flag in known.metadata.get("names", ()) if flag in given), None)
+    values: dict[str, Any] = {name: value for flag, (name, value) in _OLDER.items() if flag in given}
+    for name, setting in FIELDS.items():
+        if "words" in setting.metadata and setting.metadata["words"][0] in given:
+            values[name] = not setting.default
+        flag = next((flag for flag in setting.metadata.get("names", ()) if flag in given), None)
         if flag is not None:
-            kind = known.metadata["kind"]
+            kind = setting.metadata["kind"]
             value = given[flag] if kind is tuple else flags.first(given, flag)
-            found[name] = flags.whole(given, flag, LaunchError, 1) if kind is int else value
-    return {name: value for name, value in found.items() if value is not None}
+            values[name] = flags.whole(given, flag, LaunchError, 1) if kind is int else value
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,12 @@ class Run:
     """One run, except for where it is started.
 
     Attributes:
-        model: what is trained; None where that is no model of this package.
-        training: precision, batch, optimizer and data; :attr:`Training.processes` is how many there are.
+        model: what is trained; None if it is not a model of this package.
+        training: precision, batch, optimizer and data; :attr:`Training.processes` is their number.
         model_class: Megatron's model class that holds the layers, ``gpt`` or ``hybrid``.
-        asked: fields of :class:`Execution` that are not what is usual for such a run.
+        asked: fields of :class:`Execution` that deviate from what is usual for such a run.
         settings: the file of ``MEGACPP_CONFIG``, read once; None without.
-        given: fields of :class:`Execution`, and ``precision``, that somebody set, whether to the usual value or not.
+        given: fields of :class:`Execution`, and ``precision``, that were set explicitly, even to the usual value.
     """
 
     model: Model | None = None
@@ -234,16 +234,16 @@ class Run:
 
     @property
     def is_captured(self) -> bool:
-        """Whether layers are in CUDA graphs: wanted, and of the kind that has been measured (:data:`CAPTURED`)."""
-        ways, given = self.layout, self.training
-        kind = self.has_engine and given.precision == "bf16" and given.optimizer == "adam"
-        is_small = given.global_batch_size <= MOST_MICRO_BATCHES * given.micro_batch_size * self.replicas
-        fits = ways.context == 1 and (ways.pipeline == 1 or (ways.tensor == ways.expert == 1 and is_small))
-        return given.cuda_graphs and kind and fits and not self.torch_fsdp
+        """Whether layers are in CUDA graphs: requested, and of the kind that has been measured (:data:`CAPTURED`)."""
+        layout, training = self.layout, self.training
+        kind = self.has_engine and training.precision == "bf16" and training.optimizer == "adam"
+        is_small = training.global_batch_size <= MOST_MICRO_BATCHES * training.micro_batch_size * self.replicas
+        fits = layout.context == 1 and (layout.pipeline == 1 or (layout.tensor == layout.expert == 1 and is_small))
+        return training.cuda_graphs and kind and fits and not self.torch_fsdp
 
     @cached_property
     def _chosen(self) -> Execution:
-        """The execution as far as somebody wants it so."""
+        """The execution as requested, with Megatron's defaults for the rest."""
         return Execution(**self._wanted())
 
     def _wanted(self) -> dict[str, Any]:
@@ -251,19 +251,19 @@ class Run:
 
     @cached_property
     def execution(self) -> Execution:
-        """How Megatron carries it out: what is usual for such a run, but for what is asked."""
+        """How Megatron carries it out: what is usual for such a run, overridden by what was requested."""
         return Execution(**usual_for(self) | self._wanted())
 
     def as_usual(self) -> Run:
-        """Return the run with the fields that :func:`usual_for` decides as it decides them."""
+        """Return the run without requests for the fields that :func:`usual_for` decides."""
         usual = usual_for(self)
-        return dataclasses.replace(self, asked={name: one for name, one in self.asked.items() if name not in usual})
+        return dataclasses.replace(self, asked={name: value for name, value in self.asked.items() if name not in usual})
 
     def carried_out(self, found: Mapping[str, Any]) -> Run:
-        """Return the run with :attr:`asked` as those values of ``found`` that are not the usual ones."""
+        """Return the run with :attr:`asked` set to the values of ``found`` that differ from the usual ones."""
         chosen = dataclasses.replace(self, asked=found)
         usual = dataclasses.asdict(Execution()) | usual_for(chosen)
-        return dataclasses.replace(self, asked={name: one for name, one in found.items() if one != usual[name]})
+        return dataclasses.replace(self, asked={name: value for name, value in found.items() if value != usual[name]})
 
 
 @dataclass(frozen=True)
@@ -286,12 +286,12 @@ def _unless(holds: Callable[[Run], Any], reason: str) -> Callable[[Run], str]:
 
 
 def _first(*obstacles: Callable[[Run], str]) -> Callable[[Run], str]:
-    return lambda run: next(filter(None, (one(run) for one in obstacles)), "")
+    return lambda run: next(filter(None, (obstacle(run) for obstacle in obstacles)), "")
 
 
 _engine = _unless(operator.attrgetter("has_engine"), "it is Transformer Engine's")
 _gpus = _unless(lambda run: run.device == "cuda", "it is for GPUs")
-_no_fsdp = _unless(lambda run: not run.torch_fsdp, "FSDP2 cuts, gathers and reduces by itself")
+_no_fsdp = _unless(lambda run: not run.torch_fsdp, "FSDP2 shards, gathers and reduces by itself")
 _replicas = _first(_gpus, _no_fsdp, _unless(lambda run: run.replicas > 1, "there is one data-parallel replica"))
 # A bucket waits for the gradients of all its parameters, and Megatron stops if one of them never arrives.
 _every_gradient = _first(
@@ -310,12 +310,12 @@ FEATURES = (
     ),
     Feature(
         "distributed optimizer", "distributed_optimizer",
-        "fp32 weights and Adam's moments are cut over the replicas, and so is the work of the update",
+        "fp32 weights and Adam's moments are sharded over the replicas, and so is the work of the update",
         lambda run: "" if run._chosen.precision_aware else _replicas(run),
     ),
     Feature(
         "overlapped gradient reduce", "overlap_grad_reduce",
-        "a full bucket of gradients is reduced while the backward pass goes on",
+        "a full bucket of gradients is reduced while the backward pass continues",
         _every_gradient,
     ),
     Feature(
@@ -325,7 +325,7 @@ FEATURES = (
     ),
     Feature(
         "MoE permute fusion", "moe_permute_fusion",
-        "one kernel sorts tokens by expert, and one sorts them back, in place of an index, a gather and a scatter",
+        "one kernel sorts tokens by expert, and one sorts them back, instead of an index, a gather and a scatter",
         _first(_engine, _unless(operator.attrgetter("has_moe"), "there are no experts")),
     ),
     Feature(

@@ -17,7 +17,7 @@ from megacpp_mcore.util.nearest import nearest
 GPT, HYBRID = "gpt", "hybrid"
 """The model classes: Megatron's GPTModel under ``pretrain_gpt.py``, its HybridModel under ``pretrain_hybrid.py``."""
 DEFAULT_MODEL_CLASS = HYBRID
-"""Of runs that name none; upstream mends GPTModel in critical cases only."""
+"""The class of runs that name none; upstream fixes only critical bugs of GPTModel."""
 
 
 MTP_MLP = "mtp"
@@ -43,15 +43,15 @@ class _Recompute:
         twice = [name for name in self.on if name != MTP_MLP]
         if twice and granularity == "full":
             raise ModelError(
-                f"recompute asks for {', '.join(twice)}, and --recompute-granularity full recomputes whole layers; leave "
-                "one of them out"
+                f"recompute asks for {', '.join(twice)}, and --recompute-granularity full recomputes whole layers; remove "
+                "one of them"
             )
         repeated = {family.recompute: family.repeated_by for family in FAMILIES.values()} | {MTP_MLP: {"mlp"}}
         for name in self.on if granularity == "selective" else ():
             if twice := sorted(repeated[name] & set(modules)):
                 raise ModelError(
-                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; leave "
-                    "one of them out"
+                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; remove "
+                    "one of them"
                 )
 
 
@@ -69,7 +69,7 @@ else:
 
 
 OF_MEGATRON = ("adam", "sgd")
-"""Optimizers of Megatron's own; it has all others of the package emerging-optimizers, without its distributed optimizer."""
+"""Megatron's own optimizers; all others are of the package emerging-optimizers, and run without the distributed optimizer."""
 BY_MUON = ("muon", "adaptive_muon")
 """Optimizers whose updates of matrices :data:`MUON_SCALE` multiplies."""
 OPTIMIZERS = (*OF_MEGATRON, *BY_MUON, "soap", "lion")
@@ -80,24 +80,24 @@ _FIELD = "Training."
 
 
 def check_optimizer(name: str, *, precision_aware: bool = False) -> None:
-    """Refuse an optimizer that does not exist, and other moments than fp32 for one that has no such.
+    """Refuse an optimizer that does not exist, and moments other than fp32 for one that does not support them.
 
     Raises:
         ModelError: names the nearest optimizers, or what to leave out.
     """
     if name not in OPTIMIZERS:
-        same = [one for one in BY_MUON if name == f"dist_{one}"]
-        raise ModelError(f"{_FIELD}optimizer is {name!r}; {nearest(name, OPTIMIZERS, same)}")
+        suggestions = [muon for muon in BY_MUON if name == f"dist_{muon}"]
+        raise ModelError(f"{_FIELD}optimizer is {name!r}; {nearest(name, OPTIMIZERS, suggestions)}")
     if precision_aware and name != "adam":
         raise ModelError(
-            f"the optimizer {name} does not do --use-precision-aware-optimizer, which is Adam's alone; leave one of the two "
-            "out, or take a recipe whose moments are in fp32 (of nam56r any but that for one H100)"
+            f"the optimizer {name} does not support --use-precision-aware-optimizer, which only Adam does; remove one of "
+            "the two, or use a recipe with moments in fp32 (of nam56r any but that for one H100)"
         )
 
 
 @contextlib.contextmanager
 def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of a :class:`Training` that is refused as the user did: field to flag, option or key."""
+    """Report refused fields of a :class:`Training` by the user's names: field to flag, option or key."""
     try:
         yield
     except ModelError as error:
@@ -125,7 +125,7 @@ class Training:
         optimizer: ``adam``, which the memory estimates are for, or another of :data:`OPTIMIZERS`: ``muon`` trains matrices by
             Muon, at the updates' size of AdamW and so at its learning rate, and all else by AdamW.
         weight_decay, adam_beta2, clip_grad: AdamW's, and the largest norm of all gradients.
-        extra: further stock words, appended unchanged; what they say of the execution counts.
+        extra: further stock words, appended unchanged; what they set of the execution applies.
     """
 
     device: str = "cuda"

@@ -147,7 +147,7 @@ def test_an_optimizer_that_bridge_cannot_cut_is_whole_and_known_to_the_experts(b
     )
     assert says["in Python, whole"].startswith("optimizer.muon_extra_scale_factor is not set; set 0.2")
     assert says["unknown"].startswith("optimizer.optimizer is 'dist_muon'; did you mean 'muon'")
-    assert "--use-precision-aware-optimizer, which is Adam's alone" in says["narrow"]
+    assert "--use-precision-aware-optimizer, which only Adam does" in says["narrow"]
     assert says["not installed"].endswith("pip install emerging-optimizers absl-py")
 
 

@@ -181,7 +181,7 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
         LaunchError, "nam56r", "81.0 GB", "85.0 GB", "1/16", "2 GPUs", "54.0 GB", "47.2 GB", "49.1 GB"
     ) as refused:
         policy.check_memory(run)
-    (words,) = re.findall(r"as many with (.*) \(54\.0 GB each\)", str(refused.value))
+    (words,) = re.findall(r"the same number with (.*) \(54\.0 GB each\)", str(refused.value))
     policy.check_memory(run_of(preset("nam56r"), Layout(), 1, *words.split()))
     on_cpu = Training(device="cpu", transformer_impl="local")
     policy.check_memory(dataclasses.replace(run, training=on_cpu))  # whose memory is another

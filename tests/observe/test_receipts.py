@@ -282,7 +282,7 @@ def test_overlap_that_hides_something_or_has_nothing_to_hide(change: dict[str, A
 def test_what_cannot_be_judged() -> None:
     found, unjudged = judged({}, [])
     assert (found, list(unjudged)) == ({}, list(receipt_fields.DISQUALIFIERS[:-1]))
-    unknown = REDUCED | {"possible": False, "reason": "how many buckets there are is not known"}
+    unknown = REDUCED | {"possible": False, "reason": "the number of buckets is not known"}
     found, unjudged = judged(GOOD | {"overlap": [unknown]})
     assert (found, list(unjudged)) == ({}, ["overlap hid nothing"])
     assert "not known" in unjudged["overlap hid nothing"]

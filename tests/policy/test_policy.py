@@ -386,7 +386,7 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
     assert "tensor-parallel" not in {one.name for one in bare.overlaps if one.possible}
     launched = resolve(by(run, file), environment=environment)
     assert "tensor-parallel" in {one.name for one in launched.overlaps if one.possible}
-    assert "(asked for" not in launched.describe()
+    assert "(requested" not in launched.describe()
 
 
 def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

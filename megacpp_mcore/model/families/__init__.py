@@ -1,4 +1,4 @@
-"""The families of layers: one record each, over which everything loops that would branch on a letter. Pure Python.
+"""The families of layers: one record each, looped over by everything that would branch on a letter. Pure Python.
 
 A new family is a record here, a spec in :mod:`megacpp_mcore.layer_specs`, and its op (docs/extending.md).
 """
@@ -11,10 +11,10 @@ from megacpp_mcore.model.families.experts_family import EXPERTS
 from megacpp_mcore.model.families.mamba_family import MAMBA
 from megacpp_mcore.model.families.recurrent_family import RECURRENT
 
-FAMILIES: dict[str, Family] = {one.letter: one for one in (ATTENTION, EXPERTS, MAMBA, RECURRENT)}
+FAMILIES: dict[str, Family] = {family.letter: family for family in (ATTENTION, EXPERTS, MAMBA, RECURRENT)}
 """Letter to family."""
 
 
 def mixers_first() -> list[Family]:
     """Return the families in the order of their work: mixers, then feed-forward parts."""
-    return sorted(FAMILIES.values(), key=lambda one: not one.is_mixer)
+    return sorted(FAMILIES.values(), key=lambda family: not family.is_mixer)

@@ -35,7 +35,7 @@ ROLES = {
 }
 """The role of an A layer: one character per layer in a DSA schedule."""
 SPARSE = (FULL_INDEX, SHARED_INDEX)
-"""The roles of sparse layers; those of the others are computed without latents' absorption, and have the same parameters."""
+"""The roles of sparse layers; all others are computed without absorption into latents, and have the same parameters."""
 
 FULL_MLA, SPARSE_MLA = "+", "D"
 MTP_BLOCK = "+-"
@@ -47,9 +47,9 @@ class YaRN:
     """Rotary embedding beyond the length of earlier training (YaRN, arXiv 2309.00071), as Megatron's MLA names and computes it.
 
     Attributes:
-        rotary_scaling_factor: by which low frequencies are slower; 1: plain rotary embedding.
+        rotary_scaling_factor: by which low frequencies are slowed down; 1: plain rotary embedding.
         original_max_position_embeddings: the length of earlier training.
-        beta_fast, beta_slow: rotations in that length from which on a frequency stays, and below which it is scaled in full.
+        beta_fast, beta_slow: rotations in that length above which a frequency stays, and below which it is fully scaled.
         mscale, mscale_all_dim: their ratio scales cosines and sines, the second also the softmax (1 and 1: DeepSeek-V3).
     """
 
@@ -108,7 +108,7 @@ class DSA:
     """DeepSeek sparse attention (DeepSeek-V3.2 report) with an index cache (arXiv 2603.12201).
 
     Attributes:
-        schedule: one character per A layer, tiled: ``-`` full MLA, ``W`` that in a window, ``F`` runs the indexer, ``S``
+        schedule: one character per A layer, tiled: ``-`` full MLA, ``W`` over a window, ``F`` runs the indexer, ``S``
             reuses its indices.
         topk: number of keys that a query attends to.
         loss_coeff: weight of the indexer's KL loss.
@@ -132,7 +132,7 @@ class DSA:
         if self.distill not in (OWN, SERVED):
             raise ModelError(
                 f"DSA.distill is {self.distill!r}; expected {SERVED} (the indexer of an F layer learns from it and its S "
-                f"layers) or {OWN} (from the F layer alone)"
+                f"layers) or {OWN} (from the F layer only)"
             )
 
 
@@ -206,12 +206,12 @@ def _work(shape: Shape, role: str | None, rows: Batch, mla: MLA, dsa: DSA) -> di
     if role not in SPARSE:
         pairs = rows.windowed_pairs if role == WINDOWED else rows.causal_pairs
         return projections | {"attention_core": full_core(pairs, heads, mla)}
-    found = projections | {"attention_core": sparse_core(rows.selected_pairs, heads, mla)}
+    works = projections | {"attention_core": sparse_core(rows.selected_pairs, heads, mla)}
     if role == FULL_INDEX:
         trained = rows.selected_pairs if dsa.loss_coeff else None
         sizes = {"q_lora_rank": mla.q_lora_rank, "heads": dsa.indexer_heads, "head_dim": dsa.indexer_head_dim}
-        found["indexer"] = indexer(rows.tokens, rows.causal_pairs, trained, hidden=hidden, **sizes)
-    return found
+        works["indexer"] = indexer(rows.tokens, rows.causal_pairs, trained, hidden=hidden, **sizes)
+    return works
 
 
 def _kept(shape: Shape, role: str | None, mla: MLA, dsa: DSA) -> tuple[int, int]:
@@ -234,7 +234,7 @@ def _check(shape: Shape, mla: MLA, dsa: DSA) -> None:
 
 
 def _positions(yarn: YaRN) -> list[Argument]:
-    """Return the arguments of the rotary embedding; of what else YaRN has, there is no flag, and a spec sets it."""
+    """Return the arguments of the rotary embedding; the rest of YaRN has no flag, and a spec sets it."""
     if yarn:
         return [
             option("--rope-type", "yarn"),
@@ -314,9 +314,9 @@ def _arguments(shape: Shape, mla: MLA, dsa: DSA) -> Sequence[Argument]:
 
 def _scoped(shape: Shape, _: str | None, tokens: int, mla: MLA, __: DSA) -> tuple[str, Work]:
     """Count what is outside of a scope: all but the output projection."""
-    whole = mla_projections(tokens, shape.hidden_size, shape.heads, mla)
+    projections = mla_projections(tokens, shape.hidden_size, shape.heads, mla)
     output = product(tokens * shape.heads * mla.v_head_dim * shape.hidden_size)
-    return "attention_projections", Work(whole.forward - output.forward, whole.backward - output.backward)
+    return "attention_projections", Work(projections.forward - output.forward, projections.backward - output.backward)
 
 
 def _card(shape: Shape, mla: MLA, dsa: DSA) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a family of layers is: one record, and what its functions are made of. Pure Python; imports no model.
+"""A family of layers: its record, and the building blocks of its functions. Pure Python; imports no model.
 
 A family's functions take a :class:`Shape` and its own sizes (the parts of a model named by :attr:`Family.fields`), not a model.
 """
@@ -31,12 +31,12 @@ def not_negative(owner: object, *names: str) -> None:
 
 
 def divides(what: str, number: int, by: str, divisor: int, *, fixed: bool = False) -> None:
-    """Refuse a ``number`` that is no multiple of ``divisor``; ``fixed``: only the number can be changed."""
+    """Refuse a ``number`` that is not a multiple of ``divisor``; ``fixed``: only the number can be changed."""
     if number % divisor:
         if fixed:
             fitting = f"multiple is {nearest_number(number, range(divisor, number + divisor, divisor))}"
         else:
-            divisors = (each for each in range(1, number + 1) if number % each == 0)
+            divisors = (candidate for candidate in range(1, number + 1) if number % candidate == 0)
             fitting = f"divisor is {nearest_number(divisor, divisors)}"
         raise ModelError(f"{what} ({number}) is not a multiple of {by} ({divisor}); the nearest {fitting}")
 
@@ -92,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Batch:
-    """``rows`` rows of ``length`` tokens, over which scans run; of their documents pairs: causal, in top-k, in a window."""
+    """``rows`` rows of ``length`` tokens, over which scans run; pairs of their documents: causal, in top-k, in a window."""
 
     rows: int
     length: int
@@ -166,7 +166,7 @@ def absent(flag: str, field: str, expected: Any) -> Argument:
 
 @dataclass(frozen=True)
 class Shape:
-    """What families of one model share: its name, hidden size, heads, letters, and attention roles, of MTP's block, too."""
+    """What families of one model share: its name, hidden size, heads, letters, and attention roles, MTP's block included."""
 
     name: str
     hidden_size: int
@@ -211,19 +211,19 @@ class Family:
         work: ``(shape, role, batch, *sizes)`` to the work of a layer, by those names.
         check: ``(shape, *sizes)``; raises ModelError where they do not go together.
         check_layout: ``(shape, tensor, expert, *sizes)``; raises ModelError where a layer cannot be sharded so.
-        no_context: ``(shape, tensor, context, *sizes)`` to why a layer cannot share a sequence over as many ranks; empty if it
-            can.
+        no_context: ``(shape, tensor, context, *sizes)`` to why a layer cannot share a sequence over that many ranks; empty if
+            it can.
         arguments: ``(shape, *sizes)`` to the stock arguments of a model with such layers.
-        without: those of a model without.
+        without: those of a model without such layers.
         in_fp32: what it computes in fp32, whatever the precision of the run.
         without_tf32: what it computes in fp32 without products that TF32 reaches.
         kept: ``(shape, role, *sizes)`` to the bytes a token, in 16 bits, that a layer keeps for its backward pass besides its
-            input and that normed: those that its recompute leaves out, and the others.
+            input and the normed one: those that its recompute leaves out, and the others.
         recompute: its name under ``recompute`` in the settings file; empty without.
-        recomputed: the names of the work which that repeats.
+        recomputed: the names of the work that it repeats.
         repeated_by: Megatron's ``--recompute-modules`` that repeat it, or a part of it, too.
         fp8: the option of :class:`megacpp_mcore.te.fp8_scopes.FP8` for its dense products; empty without.
-        scoped: ``(shape, role, tokens, *sizes)`` to the name of the work in that scope, and to what of it stays outside.
+        scoped: ``(shape, role, tokens, *sizes)`` to the name of the work in that scope, and the part of it that stays outside.
         card: ``(shape, *sizes)`` to its rows in the model card.
         papers: for the model card: the layers, what they are, the paper's name, its number on arXiv.
     """

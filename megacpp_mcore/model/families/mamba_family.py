@@ -26,7 +26,7 @@ class Mamba3:
 
     Attributes:
         mimo_rank: rank R of the MIMO recurrence; 1 is SISO.
-        chunk: tokens of a chunk in the reference, with which FLOPs are counted; the kernels have chunks of 64 / R.
+        chunk: tokens of a chunk in the reference, by which FLOPs are counted; the kernels use chunks of 64 / R.
         rope_fraction: fraction of the state that RoPE rotates.
         a_floor: the decay rate A is at most ``-a_floor``.
         out_norm: RMSNorm of each head between the scan and the output projection; False is the default of mamba-ssm's module,
@@ -80,9 +80,9 @@ def wide_width(hidden: int, ssm: Mamba3) -> int:
 
 
 def wide_inputs(tokens: int, hidden: int, ssm: Mamba3, *, gradient: bool) -> Work:
-    """Count the input projections of z, x, B and C; of their backward pass only the inputs' gradient without ``gradient``."""
-    whole = product(tokens * hidden * wide_width(hidden, ssm))
-    return whole if gradient else Work(whole.forward, whole.backward // 2)
+    """Count the input projections of z, x, B and C; without ``gradient``, their backward pass has only the inputs' gradient."""
+    total = product(tokens * hidden * wide_width(hidden, ssm))
+    return total if gradient else Work(total.forward, total.backward // 2)
 
 
 def mamba_scan(batch: int, sequence: int, heads: int, ssm: Mamba3) -> Work:

@@ -46,7 +46,7 @@ def peak(device: str, precision: str) -> Peak:
     if precision not in PRECISIONS:
         raise ModelError(f"precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
     if device not in DEVICES:
-        known = ", ".join(map(repr, DEVICES))
-        return Peak(name=f"{device}, {precision}", reason=f"no datasheet peak is known of {device!r}; known: {known}")
+        names = ", ".join(map(repr, DEVICES))
+        return Peak(name=f"{device}, {precision}", reason=f"no datasheet peak is known of {device!r}; known: {names}")
     name, tflops = DEVICES[device]
     return Peak(name=f"{name}, {precision} dense", flops_per_s=tflops[precision] * 1e12)

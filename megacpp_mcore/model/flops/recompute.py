@@ -145,20 +145,20 @@ def _forward(model: Model, tokens: int, part: Families, names: Sequence[str]) ->
 def _repeated_work(model: Model, part: Families, tokens: int, role: str | None, how: Recomputation) -> Families:
     """Count work of one layer or MTP depth recomputed by Megatron's modules and our families."""
     forward = partial(_forward, model, tokens, part)
-    found = [forward(family.recomputed) for family in FAMILIES.values() if family.recompute in how.own.on]
+    works = [forward(family.recomputed) for family in FAMILIES.values() if family.recompute in how.own.on]
     if "core_attn" in how.modules:  # our core attention contains the indexer and the value up-projection
-        found.append(forward(("attention_core", "indexer")))
+        works.append(forward(("attention_core", "indexer")))
         if role in attention_family.SPARSE:
             up = attention_family.mla_value_up_projection(tokens, model.heads, model.mla)
-            found.append(Families(attention_projections=Work(up.forward)))
+            works.append(Families(attention_projections=Work(up.forward)))
     if "mla_up_proj" in how.modules and role is not None:
         absorbed = role in attention_family.SPARSE
         up = attention_family.mla_up_projections(tokens, model.heads, model.mla, absorbed=absorbed)
-        found.append(Families(attention_projections=Work(up.forward)))
+        works.append(Families(attention_projections=Work(up.forward)))
     if "mlp" in how.modules:
-        found.append(forward(("dense_ffn",)))
+        works.append(forward(("dense_ffn",)))
     if "moe" in how.modules:
-        found.append(forward(("router", "routed_experts", "shared_experts")))
+        works.append(forward(("router", "routed_experts", "shared_experts")))
     if "shared_experts" in how.modules:  # counted again with moe: nested checkpoints
-        found.append(forward(("shared_experts",)))
-    return reduce(add, found, Families())
+        works.append(forward(("shared_experts",)))
+    return reduce(add, works, Families())

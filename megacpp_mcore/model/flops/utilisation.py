@@ -75,7 +75,7 @@ def by_precision(
 
 
 def _scoped(model: Model, tokens: int, number: int, part: Families) -> Families:
-    """Count the work of one layer that its FP8 scope contains; recomputed work outside of it is none of it."""
+    """Count the work of one layer that its FP8 scope contains; recomputed work outside of it is not counted."""
     family = FAMILIES[model.layers[number - 1]]
     if family.scoped is None:
         return Families()
@@ -106,7 +106,7 @@ class Utilisation:
     @property
     def reason(self) -> str | None:
         """Why there is no utilisation; None if there is."""
-        return next((found.reason for found in self.peaks.values() if found.reason), None)
+        return next((peak.reason for peak in self.peaks.values() if peak.reason), None)
 
     @property
     def mfu(self) -> float | None:

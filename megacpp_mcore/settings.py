@@ -88,7 +88,7 @@ class ExperimentalTaxes:
     @property
     def on(self) -> tuple[str, ...]:
         """The names of the options that are on."""
-        return tuple(each.name for each in dataclasses.fields(self) if getattr(self, each.name))
+        return tuple(option.name for option in dataclasses.fields(self) if getattr(self, option.name))
 
 
 LONGEST_BEAT_S = 10.0
@@ -101,7 +101,7 @@ class Observability:
 
     Attributes:
         policy: format of the launch policy printed at the start, ``text`` or ``json`` (one line).
-        recompiles: whether torch logs why it compiles a function again.
+        recompiles: whether torch logs why it recompiles a function.
         enabled: whether a run that saves checkpoints is recorded next to them, unless the launch says otherwise.
         interval: steps between readings of the counters on the GPU.
         heartbeat_s: seconds between heartbeats of a recorded process, at most :data:`LONGEST_BEAT_S`.
@@ -143,7 +143,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "policy": (lambda form: form in ("text", "json"), "text or json"),
     "console": (lambda form: form in CONSOLES, " or ".join(CONSOLES)),
 }
-"""What a key of a group has to be beside its type, and that in words."""
+"""What a key of a group has to satisfy in addition to its type, and that in words."""
 _KEYS = ("model", "overrides", "backends", _INDEX_CACHE, "compile", "recompute", "max_documents", *_GROUPS)
 
 
@@ -217,8 +217,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 problem = "is given twice" if isinstance(key, str) else "is not a name"
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} {problem}", key_node.start_mark)
             seen.add(key)
-        made: dict[Any, Any] = super().construct_mapping(node, deep)
-        return made
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def load(path: str | os.PathLike[str]) -> PluginConfig:
@@ -228,10 +228,10 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         ConfigFileError: the file cannot be read, is not YAML, or has an unknown key or value.
     """
     file = Path(path)
-    content = _known(file)
+    content = _read_mapping(file)
     if _INDEX_CACHE in content:
         raise ConfigFileError(
-            f"{file}: {_INDEX_CACHE!r} is for stock DSA models, and stands alone in its file; a model of this package has "
+            f"{file}: {_INDEX_CACHE!r} is for stock DSA models, and has to be the only key; a model of this package has "
             "its schedule in overrides: {dsa: {schedule: ...}}"
         )
     name = content.get("model")
@@ -253,7 +253,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
     documents = content.get("max_documents")
     if documents is not None and (type(documents) is not int or documents < 1):
         raise ConfigFileError(f"{file}: 'max_documents' is {documents!r}; expected a whole number above 0")
-    given = {f"{key}.{name}" for key in _GROUPS for name in _mapping(file, content, key)}
+    configured = {f"{key}.{name}" for key in _GROUPS for name in _mapping(file, content, key)}
     return PluginConfig(
         path=file,
         preset=name,
@@ -262,7 +262,7 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         recompute=_recompute(file, content),
         max_documents=documents,
         **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
-        given=frozenset(given | ({"recompute"} & content.keys())),
+        given=frozenset(configured | ({"recompute"} & content.keys())),
     )
 
 
@@ -299,7 +299,7 @@ def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:
         ConfigFileError: as :func:`load`, or the schedule is invalid.
     """
     file = Path(path)
-    content = _known(file)
+    content = _read_mapping(file)
     if set(content) != {_INDEX_CACHE}:
         load(file)  # refuses dsa_index_cache together with other keys
         return None
@@ -319,7 +319,7 @@ def index_schedule_from_environment() -> IndexSchedule | None:
     return load_index_schedule(path) if path else None
 
 
-def _known(file: Path) -> Mapping[str, Any]:
+def _read_mapping(file: Path) -> Mapping[str, Any]:
     """Read ``file``, a mapping whose keys are all in :data:`_KEYS`."""
     content = _read(file)
     if not isinstance(content, Mapping):
@@ -371,8 +371,8 @@ def parse_steps(text: str) -> tuple[int, int]:
     Raises:
         LaunchError: ``text`` has another form.
     """
-    found = re.fullmatch(r"(\d+)-(\d+)", text.strip())
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last:
         raise LaunchError(f"the steps to profile are {text!r}; expected the first and the last, such as 10-14")
     return first, last

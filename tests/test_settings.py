@@ -151,8 +151,8 @@ WRONG_SCHEDULES: list[tuple[str, list[str]]] = [
     ("dsa_index_cache: {full: [0], schedule: F}\n", ["'schedule': 'F'}"]),
     ("dsa_index_cache: FSS\n", ["'dsa_index_cache' is 'FSS'", "expected {schedule: FSSFSS}"]),
     ("dsa_index_cache:\n", ["'dsa_index_cache' is None"]),
-    ("model: nam56r\ndsa_index_cache: {schedule: FS}\n", ["stands alone", "overrides: {dsa: {schedule: ...}}"]),
-    ("dsa_index_cache: {schedule: FS}\nbackends: {mamba3: auto}\n", ["stands alone"]),
+    ("model: nam56r\ndsa_index_cache: {schedule: FS}\n", ["the only key", "overrides: {dsa: {schedule: ...}}"]),
+    ("dsa_index_cache: {schedule: FS}\nbackends: {mamba3: auto}\n", ["the only key"]),
     ("dsa_index_cash: {schedule: FS}\n", ["unknown key 'dsa_index_cash'", "did you mean 'dsa_index_cache'"]),
     ("model: nam57\n", ["there is no model 'nam57'"]),
     ("{}\n", ["'model' is None"]),
@@ -176,7 +176,7 @@ def test_a_file_is_about_one_kind_of_model(file: Path) -> None:
     file.write_text("model: nam56r\n")
     assert plugin_config.load_index_schedule(file) is None
     file.write_text("dsa_index_cache: {schedule: FS}\n")
-    with pytest.raises(ConfigFileError, match="alone"):
+    with pytest.raises(ConfigFileError, match="the only key"):
         plugin_config.load(file)
 
 

@@ -21,23 +21,23 @@ _Read = Callable[[], tuple[int, float, int]]
 
 
 def measure() -> dict[str, float]:
-    """Return the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written.
+    """Measure the rates of bf16 products of :data:`SIZE` and of copies, bytes read and written.
 
-    It leaves no memory reserved, and the allocator's peaks start anew: a run's are those of its steps.
+    It leaves no memory reserved, and resets the allocator's peaks: a run's are those of its steps.
     """
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(1)  # the run's own random numbers stay what they are
+    generator = torch.Generator("cuda").manual_seed(1)  # leaves the run's own random numbers unchanged
     with torch.no_grad():
-        held = [torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
+        matrices = [torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3)]
 
         def copy() -> None:
-            for place in range(3):  # together larger than the L2 cache
-                held[place].copy_(held[place - 1])
+            for i in range(3):  # together larger than the L2 cache
+                matrices[i].copy_(matrices[i - 1])
 
-        products = 2 * SIZE**3 / _seconds(lambda: torch.mm(*held[:2], out=held[2])) / 1e12
-        copies = 3 * 2 * held[0].nbytes / _seconds(copy)
-        held.clear()
+        products = 2 * SIZE**3 / _seconds(lambda: torch.mm(*matrices[:2], out=matrices[2])) / 1e12
+        copies = 3 * 2 * matrices[0].nbytes / _seconds(copy)
+        matrices.clear()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return {"card.matmul_tflops_per_s": products, "card.copy_bytes_per_s": copies}
@@ -63,7 +63,7 @@ def reader() -> _Read:
     """Return a function that reads this process's GPU: SM clock (MHz), power (W), and the bits of :data:`REASONS`.
 
     Raises:
-        ImportError, pynvml.NVMLError: pynvml is not there, or does not answer.
+        ImportError, pynvml.NVMLError: pynvml is not installed, or does not answer.
     """
     import pynvml  # type: ignore[import-not-found]
     import torch
@@ -101,6 +101,6 @@ class Samples:
         if not (taken := list(self._taken)):
             return {}
         clocks, powers, bits = zip(*taken, strict=True)
-        found = Counter(name for one in bits for bit, name in enumerate(REASONS) if one >> bit & 1)
-        shares = {name: count / len(taken) for name, count in found.items()}
+        reasons = Counter(name for mask in bits for bit, name in enumerate(REASONS) if mask >> bit & 1)
+        shares = {name: count / len(taken) for name, count in reasons.items()}
         return {"card.sm_clock_mhz": median(clocks), "card.power_w": median(powers), "card.throttled": shares}

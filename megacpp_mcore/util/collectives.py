@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, and what they print."""
+"""Exchange of values between the processes of a run, and what they print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megacpp_mcore.util import console
 
 def rank_and_size() -> tuple[int, int]:
     """Return this process's rank and the number of ranks; 0 and 1 while torch.distributed is not initialized."""
-    from torch import distributed  # late: the command line does without torch
+    from torch import distributed  # late: the command line runs without torch
 
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 

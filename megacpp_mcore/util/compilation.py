@@ -41,7 +41,7 @@ def watched(begin: _Note, end: _Note) -> Iterator[None]:
             yield
     finally:
         for callbacks, ours in ((callback_handler.start_callbacks, on_start), (callback_handler.end_callbacks, on_end)):
-            if ours in callbacks:  # torch._dynamo.reset() forgets all
+            if ours in callbacks:  # torch._dynamo.reset() removes all
                 callbacks.remove(ours)
 
 

@@ -1,4 +1,4 @@
-"""The console of a training process: our own lines, warnings and errors, while all else that it prints goes to a file."""
+"""The console of a training process: our own lines, warnings and errors; everything else that it prints goes to a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAIL_LINES = 15
 """Lines of the file that are shown when the process fails."""
 
 _USUAL = ("Overriding default arguments for tokenizer_type:", "Transformer Engine and Apex are not installed.")
-"""How Megatron's warnings begin that say nothing about what the command line asked for."""
+"""Prefixes of Megatron's warnings that have nothing to do with the command line."""
 
 _stdout: TextIO | None = None
 """The console while :func:`redirected` is active."""
@@ -31,15 +31,15 @@ def say(message: str, end: str = "\n") -> None:
 
 
 def is_alone() -> bool:
-    """Whether the console has our own lines alone, as all else goes to a file."""
+    """Whether the console has only our own lines, as everything else goes to a file."""
     return _stdout is not None
 
 
 @contextlib.contextmanager
 def redirected(file: Path) -> Iterator[None]:
-    """Until the context ends, append to ``file`` what Python code prints or logs, but for :func:`say` and our warnings.
+    """Until the context ends, append to ``file`` what Python code prints or logs, except :func:`say` and our warnings.
 
-    Warnings of Megatron's training code, which tell of arguments that it ignores or changes, are on the console as well.
+    Warnings of Megatron's training code, about arguments that it ignores or changes, are on the console as well.
     What C and C++ libraries write, such as the last words of an aborted process, stays there: the redirection is of
     ``sys.stdout``, ``sys.stderr`` and torch's log handlers.
     """
@@ -60,8 +60,8 @@ def redirected(file: Path) -> Iterator[None]:
             write: Any, message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any
         ) -> None:
             write(message, category, filename, *more, **named)
-            is_theirs = category is UserWarning and "/megatron/training/" in Path(filename).as_posix()
-            if is_theirs and os.environ.get("RANK", "0") == "0" and not str(message).startswith(_USUAL):
+            is_megatrons = category is UserWarning and "/megatron/training/" in Path(filename).as_posix()
+            if is_megatrons and os.environ.get("RANK", "0") == "0" and not str(message).startswith(_USUAL):
                 say(f"Megatron: {message}")
 
         stack.enter_context(stand_in(warnings, "showwarning", shown))

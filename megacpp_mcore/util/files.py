@@ -1,4 +1,4 @@
-"""Atomically replaced files, and where files cannot be reached as such."""
+"""Atomically replaced files, and checks of paths that a file can be written to."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def writable(path: StrPath, *, added_to: bool = False) -> Path:
     Raises:
         DataError: it leads to something else, such as a device, a pipe or a folder, or its folder cannot be written to.
     """
-    found = Path(os.path.realpath(path))
-    if os.path.islink(found) or (os.path.exists(found) and not os.path.isfile(found)):  # a link by now leads to itself
-        raise DataError(f"{found} is no regular file; expected one, or a name that is free")
-    place, right = (found, os.W_OK) if added_to and os.path.exists(found) else (found.parent, os.W_OK | os.X_OK)
-    if not os.access(place, right) or not os.path.isdir(found.parent):
+    file = Path(os.path.realpath(path))
+    if os.path.islink(file) or (os.path.exists(file) and not os.path.isfile(file)):  # a link by now leads to itself
+        raise DataError(f"{file} is not a regular file; expected one, or a name that is free")
+    place, right = (file, os.W_OK) if added_to and os.path.exists(file) else (file.parent, os.W_OK | os.X_OK)
+    if not os.access(place, right) or not os.path.isdir(file.parent):
         raise DataError(
-            f"{found} cannot be written; expected a folder that can be written to: make {found.parent}, or name another file"
+            f"{file} cannot be written; expected a folder that can be written to: make {file.parent}, or name another file"
         )
-    return found
+    return file
 
 
 def replace(path: StrPath, content: bytes, like: os.stat_result | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Reads a command line of ``--flag value …`` words like Megatron's own parser, as far as possible from its words only."""
+"""Reads a command line of ``--flag value …`` words like Megatron's own parser, as far as the words allow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = N
 
 
 def output(text: str) -> str:
-    """Parse the name of a file that rank 0 writes, for argparse: refused before anything starts where it could not be."""
+    """Parse the name of a file that rank 0 will write, for argparse; refuse it before anything starts if it could not be."""
     try:
         if os.environ.get("RANK", "0") == "0":
             writable(text)

@@ -7,12 +7,12 @@ import gc
 
 
 def reset_graphs() -> None:
-    """Destroy every CUDA graph of this process; one that cannot be, as after an error of the device, is left.
+    """Destroy every CUDA graph of this process, except those that cannot be, as after an error of the device.
 
     NCCL (2.28, ``commDestroySync``) waits to destroy a communicator until no graph holds a collective of it.
     """
     import torch
 
-    for graph in [one for one in gc.get_objects() if issubclass(type(one), torch.cuda.CUDAGraph)]:
+    for graph in [obj for obj in gc.get_objects() if issubclass(type(obj), torch.cuda.CUDAGraph)]:
         with contextlib.suppress(RuntimeError):
             graph.reset()

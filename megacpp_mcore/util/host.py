@@ -41,17 +41,17 @@ def version(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what a training computes with, by distribution; imports torch."""
+    """Return the versions of the software that a training uses, by distribution; imports torch."""
     import torch
 
-    found = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
-    found |= {name: installed for name in _DISTRIBUTIONS if (installed := version(name)) is not None}
+    version_of = {"megacpp-mcore": megacpp_mcore.__version__, "python": platform.python_version()}
+    version_of |= {name: installed for name in _DISTRIBUTIONS if (installed := version(name)) is not None}
     package = sys.modules.get("megatron.core.package_info")
     if package is not None:  # a checkout's, if one comes first on the path
-        found["megatron-core"] = package.__version__
+        version_of["megatron-core"] = package.__version__
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        version_of["cuda"] = torch.version.cuda
+    return version_of
 
 
 def loaded_from(library: str) -> Path | None:
@@ -89,7 +89,7 @@ def git(folder: Path, *words: str) -> str | None:
 
 
 def end_with_the_parent() -> None:
-    """Have Linux end this process when its parent is gone; a parent that gets SIGKILL has no time to do so."""
+    """Have Linux kill this process when its parent exits; a parent killed by SIGKILL has no time to do so."""
     started_by = multiprocessing.parent_process()  # None: not by multiprocessing
     parent = os.getppid() if started_by is None else started_by.pid
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG in linux/prctl.h

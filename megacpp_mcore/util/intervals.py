@@ -38,9 +38,9 @@ class Cover:
 
     def holds(self, instant: int) -> bool:
         """Return whether ``instant`` is covered; an interval's end is not part of it."""
-        place = bisect_right(self._starts, instant) - 1
-        return place >= 0 and instant < self._ends[place]
+        index = bisect_right(self._starts, instant) - 1
+        return index >= 0 and instant < self._ends[index]
 
     def _up_to(self, instant: int) -> int:
-        place = bisect_right(self._starts, instant) - 1
-        return 0 if place < 0 else self._before[place] + min(instant, self._ends[place]) - self._starts[place]
+        index = bisect_right(self._starts, instant) - 1
+        return 0 if index < 0 else self._before[index] + min(instant, self._ends[index]) - self._starts[index]

@@ -1,4 +1,4 @@
-"""Kinds of JSON values, put together from simpler ones: what a file of ours holds, checked as it is read."""
+"""Kinds of JSON values, composed from simpler ones: they describe our files, which are checked as they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For error messages: names near an unknown one, with the known names; the number that fits nearest to one that does not."""
+"""For error messages: names near an unknown one, with the known names; the nearest number that fits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def nearest(word: object, known: Iterable[str], meant: Sequence[str] = ()) -> st
 
 def suggestion(message: str, options: Iterable[str]) -> str:
     """Return ``did you mean '--a'? `` for what argparse's ``message`` does not know of choices or ``options``, or ``""``."""
-    if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-        return _question(_near(found[1], [name.strip("'") for name in found[2].split(", ")], cutoff=0.7))
-    if found := re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message):
-        return _question(_near(found[1], options, cutoff=0.7))
+    if match := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        return _question(_near(match[1], [name.strip("'") for name in match[2].split(", ")], cutoff=0.7))
+    if match := re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message):
+        return _question(_near(match[1], options, cutoff=0.7))
     return ""
 
 

@@ -50,11 +50,11 @@ def replace[T](value: T, content: Any, where: str = "") -> T:
             f"{where or 'the top level'} is {content!r}; expected a mapping of {type(value).__name__} values"
         )
     hints, new = get_type_hints(type(value)), {}
-    for key, given in content.items():
+    for key, override in content.items():
         if key not in hints:
             raise SchemaError(f"{where + ': ' if where else ''}unknown key {key!r}; {nearest(key, hints)}")
         old, path = getattr(value, key), f"{where}.{key}" if where else key
-        new[key] = replace(old, given, path) if dataclasses.is_dataclass(old) else check(given, hints[key], path)
+        new[key] = replace(old, override, path) if dataclasses.is_dataclass(old) else check(override, hints[key], path)
     return cast("T", dataclasses.replace(cast("Any", value), **new))
 
 

@@ -33,7 +33,7 @@ def standing_in(stock: Callable[..., Any], run: Callable[..., Any]) -> Callable[
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Within the context, set these environment variables, or unset those that are None; others that are set in it stay."""
+    """Within the context, set these environment variables, or unset those that are None; others that are set inside it stay."""
     before = {name: os.environ.get(name) for name in values}
     _set_variables(values)
     try:

@@ -56,7 +56,7 @@ class Features:
     """The features of Transformer Engine that a run may use, or has to; each may be set under ``transformer_engine``.
 
     Attributes:
-        enabled: whether any may be used; false is ``MEGACPP_DISABLE_TE=1`` for this run.
+        enabled: whether any may be used; false equals ``MEGACPP_DISABLE_TE=1`` for this run.
         attention: whether the backend ``te`` of the op ``mla`` may be chosen.
         experts: whether the backend ``te`` of the ops ``grouped_mlp`` and ``routed_mlp`` may be chosen.
         permute: whether its permutation of tokens to expert order may be used, which ``te`` of ``routed_mlp`` needs.
@@ -86,8 +86,8 @@ def configure(features: Features | None, source: str = "") -> None:
 
 def features() -> Features:
     """Return the switches of this process."""
-    found: Features = _switches["features"]
-    return found
+    current: Features = _switches["features"]
+    return current
 
 
 def disabled() -> str:
@@ -109,8 +109,8 @@ def disabled() -> str:
 def cudnn_home(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable by which Transformer Engine, not imported yet, loads the cuDNN that torch has loaded.
 
-    By itself it prefers one of the system (2.20.2, ``common/__init__.py``: ``_load_cuda_library``). One of another version
-    finds torch's parts in place of its own, refuses them, and attention runs unfused without a word. What a user has set in
+    By itself it prefers the system's (2.20.2, ``common/__init__.py``: ``_load_cuda_library``). One of another version finds
+    torch's sublibraries instead of its own, refuses them, and attention silently runs unfused. What a user has set in
     ``environment`` is left.
     """
     folder = None if host.version("transformer-engine") is None else host.loaded_from("libcudnn")
@@ -150,9 +150,9 @@ def entry(name: str) -> Any:
     Raises:
         BackendError: Transformer Engine is disabled, does not work here, or this version lacks the entry point.
     """
-    found = available()
-    if not found.ok:
-        raise BackendError(f"{name} of Transformer Engine cannot be used: {found.reason}")
+    probe = available()
+    if not probe.ok:
+        raise BackendError(f"{name} of Transformer Engine cannot be used: {probe.reason}")
     return _entry(name)
 
 
@@ -161,5 +161,5 @@ def _entry(name: str) -> Any:
     try:
         return getattr(importlib.import_module(ENTRIES[name]), name)
     except (ImportError, AttributeError) as error:
-        found = host.version("transformer-engine")
-        raise BackendError(f"Transformer Engine {found} has no {ENTRIES[name]}:{name}; 2.17 to 2.20 do") from error
+        installed = host.version("transformer-engine")
+        raise BackendError(f"Transformer Engine {installed} has no {ENTRIES[name]}:{name}; 2.17 to 2.20 do") from error

@@ -1,4 +1,4 @@
-"""Values as text: of any kind in words, as JSON that people read, and numbers of bytes, seconds and things."""
+"""Values as text: in words, as readable JSON, and numbers of bytes, seconds and things."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2
 def printable(value: Any) -> Any:
     """Return ``value`` with every character of :data:`_CONTROL` in its texts and keys escaped."""
     if isinstance(value, str):
-        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], value)
+        return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], value)
     if isinstance(value, list):
-        return [printable(each) for each in value]
+        return [printable(entry) for entry in value]
     if isinstance(value, dict):
-        return {printable(key): printable(each) for key, each in value.items()}
+        return {printable(key): printable(entry) for key, entry in value.items()}
     return value
 
 
@@ -30,7 +30,7 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {plain(each)}" for key, each in value.items()) or "none"
+        return ", ".join(f"{key} {plain(entry)}" for key, entry in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(map(plain, value)) or "none"
     return "none" if value is None else str(value)
@@ -40,11 +40,11 @@ def dumps(value: Any, indent: str = "") -> str:
     """Write ``value`` as JSON that people read: what fits on a line, and every list or map of plain values, is on one line."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if len(indent + line) <= 160 or not any(isinstance(each, dict | list) for each in inner):
+    if len(indent + line) <= 160 or not any(isinstance(entry, dict | list) for entry in inner):
         return line
     is_map = isinstance(value, dict)
     names = [f"{json.dumps(name, ensure_ascii=False)}: " if is_map else "" for name in value]
-    lines = ",\n".join(f"{indent} {name}{dumps(each, indent + ' ')}" for name, each in zip(names, inner, strict=True))
+    lines = ",\n".join(f"{indent} {name}{dumps(entry, indent + ' ')}" for name, entry in zip(names, inner, strict=True))
     begin, end = "{}" if is_map else "[]"
     return f"{begin}\n{lines}\n{indent}{end}"
 

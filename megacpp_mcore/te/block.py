@@ -3,7 +3,7 @@
 For custom layer patterns: pre-norm attention with grouped queries, then a feed-forward layer, each with its residual. The order
 is Transformer Engine's own, which therefore decides what is saved for the backward pass.
 
-Shape legend: S sequence (of this rank: the whole of it, or its part under sequence parallelism), B batch, D hidden, H query
+Shape legend: S sequence (of this rank: all of it, or its part under sequence parallelism), B batch, D hidden, H query
 heads, G groups of shared keys and values, K head width.
 """
 
@@ -30,7 +30,7 @@ class Block(torch.nn.Module):
         activation: of :data:`ACTIVATIONS`, or ``gelu`` (erf), which LayerNormMLP lacks: then LayerNormLinear and Linear.
         eps: of the norms.
         tp_group: tensor-parallel group; heads and groups are multiples of its size.
-        sequence_parallel: whether the block is given, and returns, this rank's part of the sequence.
+        sequence_parallel: whether the block takes, and returns, this rank's part of the sequence.
         dtype, device: of the parameters.
 
     Raises:
@@ -53,8 +53,8 @@ class Block(torch.nn.Module):
         device: str = "cuda",
     ) -> None:
         super().__init__()
-        if not (found := te_imports.feature("block")).ok:
-            raise BackendError(f"blocks of Transformer Engine cannot be used: {found.reason}")
+        if not (probe := te_imports.feature("block")).ok:
+            raise BackendError(f"blocks of Transformer Engine cannot be used: {probe.reason}")
         groups, ranks = groups or heads, 1 if tp_group is None else tp_group.size()
         if hidden % heads or heads % groups or groups % ranks:
             raise ModelError(
@@ -89,7 +89,7 @@ class Block(torch.nn.Module):
         """Map ``[S, B, D] -> [S, B, D]``, causal; ``rotary`` is applied to queries and keys ``[S, B, heads, K]``."""
         qkv = self.qkv(hidden_SBD)
         sizes = [heads * self.width for heads in (self.heads, self.groups, self.groups)]
-        query, key, value = (one.unflatten(-1, (-1, self.width)) for one in qkv.split(sizes, dim=-1))
+        query, key, value = (part.unflatten(-1, (-1, self.width)) for part in qkv.split(sizes, dim=-1))
         if rotary is not None:
             query, key = rotary(query), rotary(key)
         hidden_SBD = hidden_SBD + self.output(self.attention(query, key, value))

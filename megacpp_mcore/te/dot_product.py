@@ -73,7 +73,7 @@ def attend(
     q, k, v = q_SBHK, k_TBGK, v_TBGV
     if why := lacking(**needs):
         raise BackendError(f"Transformer Engine's attention does not support {why}; choose another backend, or auto")
-    shapes, rows = [tuple(one.shape) for one in (q, k, v)], layout.index("s")
+    shapes, rows = [tuple(tensor.shape) for tensor in (q, k, v)], layout.index("s")
     fits = all(len(shape) == 4 for shape in shapes) and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
     if not fits or q.shape[1 - rows] != k.shape[1 - rows] or q.shape[2] % k.shape[2]:
         raise ModelError(
@@ -90,7 +90,7 @@ def attend(
 
 def attend_heads_first(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, **how: Any) -> torch.Tensor:
     """Call :func:`attend` (keywords as there) on ``[B, H, S, K]``, as ``scaled_dot_product_attention`` has it: o_BHSV."""
-    q_BSHK, k_BTGK, v_BTGV = (one.transpose(1, 2) for one in (q_BHSK, k_BGTK, v_BGTV))
+    q_BSHK, k_BTGK, v_BTGV = (tensor.transpose(1, 2) for tensor in (q_BHSK, k_BGTK, v_BGTV))
     return attend(q_BSHK, k_BTGK, v_BTGV, layout="bshd", **how).transpose(1, 2)
 
 

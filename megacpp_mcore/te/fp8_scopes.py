@@ -131,16 +131,16 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
         fp8: the run's settings.
         config: Megatron's TransformerConfig.
         rows: of a micro-batch on this rank, where that is known.
-        fsdp2: whether FSDP2 is to cut the parameters.
+        fsdp2: whether FSDP2 will shard the parameters.
 
     Raises:
-        ModelError: one of Megatron's flags says otherwise, or a size does not fit.
+        ModelError: one of Megatron's flags contradicts them, or a size does not fit.
     """
     import torch
 
     selective = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
-    whole = config.recompute_granularity == "full"
-    for found, what, remedy in (
+    full = config.recompute_granularity == "full"
+    for conflict, what, remedy in (
         (not fp8.on, "no family of layers is named", "name attention or shared_experts"),
         (fp8.mtp and not config.mtp_num_layers, "mtp is on, and the model predicts one token", "leave mtp out"),
         (min(fp8.first, fp8.last) < 1, f"the BF16 zone is {fp8.first} and {fp8.last} layers", "keep 1 or more at each end"),
@@ -155,18 +155,18 @@ def check_run(fp8: FP8, config: Any, *, rows: int | None = None, fsdp2: bool = F
         (fp8.shared_experts and config.moe_shared_expert_overlap,
          "--moe-shared-expert-overlap runs the shared expert in parts, outside of its scope",
          "leave it out, or shared_experts"),
-        (fp8.recipe == "delayed" and (whole or bool(selective & {"moe", "shared_experts"})),
+        (fp8.recipe == "delayed" and (full or bool(selective & {"moe", "shared_experts"})),
          "--recompute-granularity has Megatron repeat a scope whose scales have changed since",
          "use recompute: [a] of this package's file, which Transformer Engine carries out inside of the scope"),
         (fp8.recipe == "delayed" and fsdp2,
-         "--use-torch-fsdp2 cuts weights over ranks whose maxima are not reduced together", "use block or current"),
+         "--use-torch-fsdp2 shards weights over ranks whose maxima are not reduced together", "use block or current"),
         (rows is not None and fp8.recipe == "block" and config.sequence_parallel and rows % BLOCK,
          f"a micro-batch has {rows} rows on a rank, which sequence parallelism would gather in BF16",
          f"expected a multiple of {BLOCK}, or use current"),
         (rows is not None and rows % ALIGNMENT, f"a micro-batch has {rows} rows on a rank", f"expected a multiple of "
          f"{ALIGNMENT}: change sequence length, micro-batch or tensor parallelism"),
     ):  # fmt: skip
-        if found:
+        if conflict:
             raise ModelError(f"fp8: {{recipe: {fp8.recipe}}} is not possible: {what}; {remedy}")
 
 
@@ -257,8 +257,8 @@ class Scopes:
         where = f"layer {number[0]}" if number else "MTP"
         kind = te_imports.entry("TransformerEngineBaseModule")
         modules = module.named_modules(prefix=name)
-        found = {name: one for name, one in modules if isinstance(one, kind) and _is_product(one)}
-        inside = {name: one for name, one in found.items() if not HELD.search(name)}
+        linears = {name: layer for name, layer in modules if isinstance(layer, kind) and _is_product(layer)}
+        inside = {name: layer for name, layer in linears.items() if not HELD.search(name)}
         if not inside:
             raise ModelError(
                 f"{where}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
@@ -268,13 +268,13 @@ class Scopes:
             _check_gathers(where, inside)
         group = _common_group(inside.values())
         check_amax_group(group, inside.values(), where)
-        for name, one in found.items():
+        for name, layer in linears.items():
             if name in inside:
                 # Megatron marks a step's first micro-batch only under its own FP8; without that, and without this, Transformer
                 # Engine would reuse the first quantised copy of the weight forever.
-                one.disable_parameter_transpose_cache = True
+                layer.disable_parameter_transpose_cache = True
             else:
-                _bind(one, lambda _: te_imports.entry("autocast")(enabled=False))
+                _bind(layer, lambda _: te_imports.entry("autocast")(enabled=False))
         _bind(module, lambda self_: self.group(number, amax_group=group, training=self_.training))
         _counts["installed"] += calls
         return tuple(inside)
@@ -286,7 +286,7 @@ def _is_product(module: Any) -> bool:
 
 
 def _check_widths(where: str, modules: dict[str, Any]) -> None:
-    """Raise ModelError for a matrix whose rows or columns, on this rank, are no multiple of 16."""
+    """Raise ModelError for a matrix with rows or columns, on this rank, that are not a multiple of 16."""
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 2 and any(width % ALIGNMENT for width in parameter.shape):
@@ -308,15 +308,15 @@ def _check_gathers(where: str, modules: dict[str, Any]) -> None:
             if (width := inputs if module.parallel_mode == "column" else outputs) % BLOCK:
                 raise ModelError(
                     f"{where}: {name} gathers {width} values a row, which the FP8 recipe block does in BF16 if that is "
-                    f"no multiple of {BLOCK}; use current, or leave the family out of fp8"
+                    f"not a multiple of {BLOCK}; use current, or leave the family out of fp8"
                 )
 
 
-# --- Who owns a tensor, and whose maxima are reduced ------------------------------------------------------------------
+# --- Which ranks own a tensor, and reduce its maxima -------------------------------------------------------------------
 
 
 def owners(module: Any) -> frozenset[int]:
-    """Return the ranks that hold a part, or a copy cut by sequence, of the module's weights by tensor parallelism."""
+    """Return the ranks that hold, by tensor parallelism, a shard of the module's weights, or a copy for their sequence part."""
     import torch
 
     if not torch.distributed.is_initialized():
@@ -329,7 +329,7 @@ def owners(module: Any) -> frozenset[int]:
 
 
 def _common_group(modules: Iterable[Any]) -> Any:
-    """Return the group to reduce over: the first module's tensor-parallel one, be it of one rank; else None."""
+    """Return the group to reduce over: the first module's tensor-parallel one, even of one rank; else None."""
     return next((group for group in map(_tensor_parallel, modules) if group is not None), None)
 
 
@@ -349,18 +349,18 @@ def check_amax_group(group: Any, modules: Iterable[Any], where: str) -> None:
 
     expected: frozenset[int] = frozenset().union(*map(owners, modules))
     if group is None:
-        found = frozenset(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
+        reduced = frozenset(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
     else:
-        found = frozenset(torch.distributed.get_process_group_ranks(group))
-    if found != expected:
+        reduced = frozenset(torch.distributed.get_process_group_ranks(group))
+    if reduced != expected:
         raise ModelError(
-            f"{where}: maxima would be reduced over ranks {sorted(found)}, and the weights are owned by ranks "
+            f"{where}: maxima would be reduced over ranks {sorted(reduced)}, and the weights are owned by ranks "
             f"{sorted(expected)}; pass the group of the owners, or the scales are of other tensors"
         )
 
 
 def _bind(module: Any, scope: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-    """Run the module's present forward pass in ``scope`` of the module; a deep copy enters its own scope."""
+    """Run the module's current forward pass in ``scope`` of the module; a deep copy enters its own scope."""
     function = module.forward.__func__
 
     @functools.wraps(function)
@@ -379,7 +379,7 @@ def scopes_of(fp8: FP8, config: Any, *, source: str = "", **run: Any) -> Scopes 
     """
     if fp8.recipe is None:
         if fp8 != FP8():
-            raise ModelError(f"{source}: fp8 has no recipe, and {fp8} asks for FP8; name one of {', '.join(RECIPES)}")
+            raise ModelError(f"{source}: fp8 has no recipe, and {fp8} requests FP8; name one of {', '.join(RECIPES)}")
         return None
     try:
         check_run(fp8, config, **run)

@@ -52,7 +52,7 @@ class Decision:
 
 
 def plan(model: torch.nn.Module) -> list[Decision]:
-    """List what :func:`replace` would do with each linear layer of ``model``, in the order of its modules. Changes nothing."""
+    """List what :func:`replace` would do with each linear layer of ``model``, in module order. Changes nothing."""
     tied: dict[int, list[str]] = defaultdict(list)  # the names under which each parameter is found, by identity
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied[id(parameter)].append(name)
@@ -72,11 +72,11 @@ def replace(model: torch.nn.Module) -> list[Decision]:
     Raises:
         BackendError: the feature is off, or Transformer Engine is not installed; nothing was changed.
     """
-    if not (found := te_imports.feature("linear")).ok:
-        raise BackendError(f"linear layers cannot be replaced by Transformer Engine's: {found.reason}")
+    if not (probe := te_imports.feature("linear")).ok:
+        raise BackendError(f"linear layers cannot be replaced by Transformer Engine's: {probe.reason}")
     decisions = plan(model)
-    made = {one.name: _made(model.get_submodule(one.name)) for one in decisions if one.swap}
-    for name, module in made.items():
+    replacements = {decision.name: _make(model.get_submodule(decision.name)) for decision in decisions if decision.swap}
+    for name, module in replacements.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, module)
     return decisions
@@ -85,10 +85,10 @@ def replace(model: torch.nn.Module) -> list[Decision]:
 def report(decisions: Sequence[Decision]) -> str:
     """Return one line: how many were replaced, and the names of the others by why they stay."""
     left: dict[str, list[str]] = defaultdict(list)
-    for one in decisions:
-        if not one.swap:
-            left[one.why].append(one.name)
-    swapped = sum(one.swap for one in decisions)
+    for decision in decisions:
+        if not decision.swap:
+            left[decision.why].append(decision.name)
+    swapped = sum(decision.swap for decision in decisions)
     return "; ".join([f"{swapped} of {len(decisions)} replaced", *(f"{', '.join(v)}: {k}" for k, v in left.items())])
 
 
@@ -100,7 +100,7 @@ def _why_not(model: torch.nn.Module, name: str, module: Any, tied: dict[int, lis
         return "the model itself"
     parts = name.split(".")[:-1]
     owners = (type(model.get_submodule(".".join(parts[:length]))).__name__ for length in range(len(parts) + 1))
-    if owner := next((one for one in owners if any(part in one for part in _OWNERS)), None):
+    if owner := next((owner_class for owner_class in owners if any(part in owner_class for part in _OWNERS)), None):
         return f"owned by {owner}"
     if type(module).forward not in (torch.nn.Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward):
         return f"{type(module).__name__} has a forward pass of its own"
@@ -110,7 +110,7 @@ def _why_not(model: torch.nn.Module, name: str, module: Any, tied: dict[int, lis
         return "hooks are registered on it"
     if module.weight is None:
         return "its weight is another module's"
-    if others := [one for one in tied[id(module.weight)] if one != f"{name}.weight"]:
+    if others := [other for other in tied[id(module.weight)] if other != f"{name}.weight"]:
         return f"tied with {', '.join(others)}"
     if any(width % ALIGNMENT for width in module.weight.shape):
         return f"widths {tuple(module.weight.shape)} are not multiples of {ALIGNMENT}"
@@ -121,10 +121,10 @@ def _why_not(model: torch.nn.Module, name: str, module: Any, tied: dict[int, lis
     return ""
 
 
-def _made(module: Any) -> Any:
+def _make(module: Any) -> Any:
     """Make Transformer Engine's layer with the parameters of ``module``."""
     if isinstance(module, torch.nn.Linear):
-        made = te_imports.entry("Linear")(
+        layer = te_imports.entry("Linear")(
             module.in_features,
             module.out_features,
             bias=module.bias is not None,
@@ -133,7 +133,7 @@ def _made(module: Any) -> Any:
         )
     else:
         is_column = isinstance(module, ColumnParallelLinear)
-        made = te_imports.entry("TEColumnParallelLinear" if is_column else "TERowParallelLinear")(
+        layer = te_imports.entry("TEColumnParallelLinear" if is_column else "TERowParallelLinear")(
             module.input_size,
             module.output_size,
             config=module.config,
@@ -146,6 +146,6 @@ def _made(module: Any) -> Any:
         )
     for name in ("weight", "bias"):
         if getattr(module, name, None) is not None:
-            made.register_parameter(name, getattr(module, name))
-    made.train(module.training)
-    return made
+            layer.register_parameter(name, getattr(module, name))
+    layer.train(module.training)
+    return layer

@@ -36,7 +36,7 @@ def refuse(**named: torch.Tensor | None) -> None:
     """Raise ModelError if one of the tensors is quantised: for ops that do not support it, and would dequantise it.
 
     Raises:
-        ModelError: one of them is; the message has its name and class.
+        ModelError: one of them is; the message names it and its class.
     """
     for name, tensor in named.items():
         if tensor is not None and is_quantized(tensor):

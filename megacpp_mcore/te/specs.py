@@ -26,8 +26,8 @@ def specs() -> dict[str, type | None]:
 
 def text() -> str:
     """Return a human-readable line per slot: the class, or why there is none."""
-    found, lines = specs(), []
+    classes, lines = specs(), []
     for slot, (feature, name) in CLASSES.items():
-        said = name if found[slot] is not None else f"none: {te_imports.feature(feature).reason}"
-        lines.append(f"{slot:20}{said}")
+        description = name if classes[slot] is not None else f"none: {te_imports.feature(feature).reason}"
+        lines.append(f"{slot:20}{description}")
     return "\n".join(lines)

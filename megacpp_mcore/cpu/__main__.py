@@ -1,7 +1,7 @@
 """``python -m megacpp_mcore.cpu SCRIPT [ARGUMENT…]``, or ``-m MODULE [ARGUMENT…]``: runs it on the CPU lane, as Python would.
 
 Any script that uses Megatron, or a module such as pytest. The variables of torchrun are set for one process, unless they are
-there. ``megacpp-mcore launch --device cpu`` does more for a training: checks, records, and a spec's own patches.
+set already. ``megacpp-mcore launch --device cpu`` does more for a training: checks, records, and a spec's own patches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def main(words: Sequence[str]) -> None:
     """Run the script or module that ``words`` begin with, on the lane.
 
     Raises:
-        SystemExit: there is none, or it ends so.
+        SystemExit: there is none, or it exits so.
     """
     is_module = words[:1] == ["-m"]
     sys.argv = list(words[is_module:])
     if not sys.argv or not (is_module or os.path.isfile(sys.argv[0])):
-        found = repr(sys.argv[0]) if sys.argv else "nothing"
-        sys.exit(f"error: found {found}; expected the path of a script, or -m and a module, and then its arguments")
+        first = repr(sys.argv[0]) if sys.argv else "nothing"
+        sys.exit(f"error: found {first}; expected the path of a script, or -m and a module, and then its arguments")
     if not is_module:  # before Megatron is imported, which may be the script's checkout
         sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
     with process_environment():

@@ -41,13 +41,13 @@ def missing_arguments(arguments: Sequence[str]) -> list[str]:
 
     ``--flag value`` and ``--flag=value`` count; a flag with a different value is reported together with that value.
     """
-    given = flags.read(arguments)
+    options = flags.read(arguments)
     missing = []
     for flag, *values in REQUIRED_ARGUMENTS:
-        if flag not in given:
+        if flag not in options:
             missing.append(" ".join((flag, *values)))
-        elif values and flags.first(given, flag) != values[0]:
-            missing.append(f"{flag} {values[0]} (found {flags.first(given, flag) or ''!r})")
+        elif values and flags.first(options, flag) != values[0]:
+            missing.append(f"{flag} {values[0]} (found {flags.first(options, flag) or ''!r})")
     return missing
 
 
@@ -91,7 +91,7 @@ def install(connections: str = ENVIRONMENT[_CONNECTIONS]) -> CpuLane:
         )
     if torch.cuda.is_initialized():
         raise LaunchError(
-            "this process already uses a real CUDA device, and the CPU lane would answer in its place; "
+            "this process already uses a real CUDA device, and the CPU lane would replace it; "
             "install the lane before any CUDA call, or run with --device cuda",
             code="cuda-in-use",
         )

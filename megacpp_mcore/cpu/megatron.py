@@ -25,7 +25,7 @@ _RNG_WARNING = "CPU RNG state changed within GPU RNG context"
 
 
 def install(lane: CpuLane) -> None:
-    """Let ``lane`` replace them."""
+    """Replace them, until ``lane`` is removed."""
     _preserve_rng_in_warm_up(lane)
     _quiet_shared_generator_warning(lane)
     _seed_experts_by_global_index(lane)
@@ -82,7 +82,7 @@ def _seed_experts_by_global_index(lane: CpuLane) -> None:
 
         def build_expert(*mlp_args: Any, **mlp_kwargs: Any) -> Any:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(layer_seed + next(indices))  # of the CPU alone
+                torch.default_generator.manual_seed(layer_seed + next(indices))  # the CPU's only
                 return stock_mlp(*mlp_args, **mlp_kwargs)
 
         with mock.patch.object(experts, "MLP", build_expert):

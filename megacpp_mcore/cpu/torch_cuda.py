@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def install(lane: CpuLane) -> None:
-    """Let ``lane`` install them."""
+    """Install them, until ``lane`` is removed."""
     generators = _generator_functions()
     lane.replace("", torch.cuda, **_device_functions(), **_memory_functions(), **generators)
     # Megatron uses both torch.cuda.get_rng_state and torch.cuda.random.get_rng_state.
@@ -48,7 +48,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _without_effect(*names: str) -> dict[str, Callable[..., None]]:
-    """Return a function without effect for each name: Dynamo has a rule a function, and refuses two for one."""
+    """Return a no-op function for each name: Dynamo has one rule per function object, and refuses two."""
     return {name: lambda *_, **__: None for name in names}
 
 

@@ -199,6 +199,7 @@ def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
 
 
 def test_transformer_engine_loads_torchs_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("torch")  # which loads its cuDNN
     name, installed = "CUDNN_HOME", importlib.metadata.version
     assert name not in resolve(GPU, environment={}).environment()  # without it
     monkeypatch.setattr(

@@ -31,7 +31,7 @@ class Phase(enum.StrEnum):
     STEP = "step"
     """Forward, backward, communication and optimizer."""
     DATA = "data"
-    """The loop waits for the next batch. The GPU may still be busy with the previous step."""
+    """The loop waits for the next batch. The GPU may still be running the previous step."""
     SAVE = "checkpoint_save"
     EVALUATION = "evaluation"
     PROFILE = "profile"
@@ -50,7 +50,7 @@ class Clock:
     Autotuning and lazy compilation may happen in the thread that runs the backward pass while the main thread waits for it.
     So all threads share one stack, and time is charged to the innermost phase, whichever thread entered it.
 
-    ``now`` returns monotonic nanoseconds; ``age_ns``, for which the process had been running before, counts as start-up.
+    ``now`` returns monotonic nanoseconds; ``age_ns``, the process's age at that point, counts as start-up.
     """
 
     def __init__(self, *, now: Callable[[], int] = time.monotonic_ns, age_ns: int = 0) -> None:
@@ -75,14 +75,14 @@ class Clock:
         return self._now() - self._born
 
     def become(self, phase: Phase) -> None:
-        """Replace the outermost phase for good by ``phase``."""
+        """Replace the outermost phase permanently with ``phase``."""
         with self._lock:
             self._attribute()
             self._stack[0] = phase
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Be in ``phase`` for the duration."""
+        """Stay in ``phase`` until the context ends."""
         self.enter(phase)
         try:
             yield
@@ -90,13 +90,13 @@ class Clock:
             self.leave(phase)
 
     def enter(self, phase: Phase) -> None:
-        """Be in ``phase`` until :meth:`leave`."""
+        """Enter ``phase``, until :meth:`leave`."""
         with self._lock:
             self._attribute()
             self._stack.append(phase)
 
     def leave(self, phase: Phase) -> None:
-        """Return to the phase outside of ``phase``; phases entered inside it and not left (because of an error) end, too."""
+        """Return to the phase outside of ``phase``; phases entered inside it and not left (because of an error) also end."""
         with self._lock:
             self._attribute()
             for index in range(len(self._stack) - 1, 0, -1):
@@ -121,10 +121,10 @@ class Clock:
 
 def process_age_ns() -> int:
     """Return the nanoseconds since the kernel started this process, to its tick (10 ms)."""
-    since_boot_s = psutil.Process().create_time() - psutil.boot_time()  # either alone may be off by half a second
+    since_boot_s = psutil.Process().create_time() - psutil.boot_time()  # each may be off by half a second
     return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - round(since_boot_s * 1e9))
 
 
 def compilation_timed(clock: Clock) -> AbstractContextManager[None]:
-    """Until the context ends, be in ``compile`` or ``jit`` during each compilation, which a repeated step would not need."""
+    """Until the context ends, charge compilations, which a repeated step would not need, to ``compile`` or ``jit``."""
     return compilation.watched(lambda kind: clock.enter(Phase(kind)), lambda kind: clock.leave(Phase(kind)))

@@ -48,7 +48,7 @@ class Step:
         resumed_at: the step whose checkpoint the process started from, 0 for a fresh start.
         time_s: seconds since the epoch when the step was logged.
         tokens: tokens trained on since step 0, over all processes.
-        losses: Megatron's losses of this step alone (``lm loss``, ``mtp_1 loss``, …). Sums over micro-batches are
+        losses: Megatron's losses of this step only (``lm loss``, ``mtp_1 loss``, …). Sums over micro-batches are
             fp32 in Megatron, and every fp32 value is exact here.
         grad_norm: norm of the gradient before clipping, None where Megatron computes none.
         learning_rate: None where this rank has no trainable parameter.
@@ -79,28 +79,28 @@ class Listener:
     """Receives the events of a run on every rank. Each method does nothing unless overridden.
 
     A listener must not synchronise with the GPU outside of :meth:`on_step`, and there only where it says so: its cost is
-    part of the step. It must never wait for other ranks: when one raises, its :meth:`on_end` is called at once, on its rank
-    alone, it receives no further events, and training goes on. One with hooks in
+    part of the step. It must never wait for other ranks: when one raises, its :meth:`on_end` is called at once, only on
+    its rank, it receives no further events, and training continues. One with hooks in
     Megatron's modules is a :class:`Hooked`.
     """
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Take the model's chunks and its optimizer, built, and loaded from a checkpoint if there is one."""
+        """Receive the built model chunks and optimizer, loaded from a checkpoint if there is one."""
 
     def on_step_begin(self, number: int) -> None:
-        """Step ``number`` (1-based) begins."""
+        """Handle the beginning of step ``number`` (1-based)."""
 
     def on_step(self, step: Step) -> None:
-        """``step`` has ended and was logged; only the last pipeline stage knows its losses."""
+        """Handle ``step``, which has ended and was logged; only the last pipeline stage has its losses."""
 
     def on_stop(self, reason: str) -> None:
-        """Note that the loop ends in order before its last step; ``reason`` is its own line about it."""
+        """Handle an orderly end of the loop before its last step; ``reason`` is the line that it logs."""
 
     def on_failure(self, what: str) -> None:
-        """Another listener failed: ``what`` says which, in which step (0: before the first), and why."""
+        """Handle the failure of another listener: ``what`` says which, in which step (0: before the first), and why."""
 
     def on_end(self, error: BaseException | None) -> None:
-        """Training has ended, or was ended by ``error``, or ``error`` disabled this listener."""
+        """Handle the end of training: normal, by ``error``, or for this listener only, disabled by ``error``."""
 
 
 class Hooked(Listener):
@@ -110,7 +110,7 @@ class Hooked(Listener):
 
     Attributes:
         hooks: closed when training ends.
-        failed: a hook's error in words; None before one.
+        failed: the error of a hook, in words; None if there was none.
     """
 
     def __init__(self, interval: int = 10) -> None:
@@ -137,7 +137,7 @@ class Hooked(Listener):
             raise error
 
     def on_end(self, error: BaseException | None) -> None:
-        """Remove the hooks; raise the error of one."""
+        """Remove the hooks; raise a hook's error, if there was one."""
         self.hooks.close()
         self.raise_first()
 
@@ -146,7 +146,7 @@ class Log:
     """This process's file in the run's folder ``run``, which it creates, and its heartbeat.
 
     Each line is one write to the operating system. If a write fails, as on a full disk, recording ends with a warning; the
-    run goes on.
+    run continues.
 
     Raises:
         DataError: no file can be created there.
@@ -187,7 +187,7 @@ class Log:
                 if (written := self._file.write(content)) < len(content):
                     raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes were written")
             except OSError as error:
-                why = f"{error.strerror}; this process records nothing more there, and training goes on"
+                why = f"{error.strerror}; this process records nothing more there; training continues"
                 logger.warning("%s: %s", self.path, why)
                 self._close()
 
@@ -205,7 +205,7 @@ class Log:
 
 def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
     """Create the next file for ``rank`` in ``run``; returns the number of its start, and the file."""
-    number = 1 + max((number for number, one, _ in _files(run) if one == rank), default=0)
+    number = 1 + max((number for number, file_rank, _ in _files(run) if file_rank == rank), default=0)
     while True:
         path = run / f"start_{number}" / f"rank_{rank:05d}.jsonl"
         try:
@@ -214,8 +214,8 @@ def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
         except FileExistsError as error:
             if not run.is_dir():  # else another process was faster; readers report the overlap
                 raise DataError(
-                    f"{error.filename} is no folder, or a link to nothing; expected a folder, or a name that is free: mount "
-                    "what it leads to, or remove it"
+                    f"{error.filename} is not a folder, or is a link to nothing; expected a folder or an unused path: mount "
+                    "the link's target, or remove it"
                 ) from error
             number += 1
         except OSError as error:
@@ -223,7 +223,7 @@ def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, or a crash, finds either the whole old file or the whole new one.
+    """Write ``text`` to ``path`` so that a reader, or a crash, finds either the complete old file or the complete new one.
 
     Where ``path`` is a link, the file it points to is replaced.
 
@@ -237,7 +237,7 @@ def replace(path: Path, text: str) -> None:
 
 
 _REAL = Kind("number", lambda value: type(value) in (int, float))
-"""With infinity and what is no number, which losses and gradients may be."""
+"""Infinity and NaN included: losses and gradients may be either."""
 _METRIC = Kind("number, text or null", lambda value: value is None or type(value) in (int, float, str))
 _LINE: Mapping[str, Kind] = {
     **dict.fromkeys(("at", "began", "rank", "world_size", "resumed_at", "tokens"), COUNT),
@@ -246,7 +246,7 @@ _LINE: Mapping[str, Kind] = {
     "metrics": Kind("metrics of a step", lambda value: map_of(_METRIC).fits(value) and COUNT.fits(value.get("step"))),
     "facts": map_of(VALUE),
 }  # fmt: skip
-"""The values of a line that a reader relies on."""
+"""Kinds of the values in a line that a reader relies on."""
 
 
 class Span(NamedTuple):
@@ -269,12 +269,12 @@ class Start:
     Attributes:
         number: of the start, as in the folder's name; ``rank`` and ``world_size`` are the process's.
         began_ns, ended_ns: nanoseconds since the epoch; the end is the last line's time.
-        how: how it ended, as it wrote itself; None while it runs, or if it was killed.
+        how: how it ended, as it wrote; None while it runs, or if it was killed.
         resumed_at: the step whose checkpoint it started from; None before its first step.
         spans: every timed line, in order.
         steps: its steps with their losses, which the last rank writes.
         metrics: the metrics shown for its logged steps.
-        facts: what it knows of the run, the last value of every key.
+        facts: what it recorded about the run, the last value of every key.
     """
 
     number: int
@@ -292,12 +292,12 @@ class Start:
 
     @property
     def name(self) -> str:
-        """Its folder's name."""
+        """The name of its folder."""
         return f"start_{self.number}"
 
     @property
     def done(self) -> list[int]:
-        """Numbers of the steps that it did, in order."""
+        """Numbers of the steps that it completed, in order."""
         return [span.step for span in self.spans if span.step is not None]
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -311,12 +311,12 @@ class Start:
         if "step" in line:
             self.resumed_at = line["resumed_at"]
         if "losses" in line:
-            self.steps.append(Step(**{each.name: line[each.name] for each in fields(Step)}))
+            self.steps.append(Step(**{attribute.name: line[attribute.name] for attribute in fields(Step)}))
         if "metrics" in line:
             self.metrics.append(line["metrics"])
         if "facts" in line:
             self.facts |= line["facts"]
-        if self.how is None:  # lines after that belong to no time of the run
+        if self.how is None:  # lines after that are outside the run's time
             self.how = line.get("how")
             self.ended_ns = line["at"] if self.how is not None else max(self.ended_ns, line["at"])
 
@@ -333,47 +333,47 @@ def read(
     Args:
         summarise: called with each rank and its starts as they are read. Then the starts that are returned have no spans, and
             share equal facts: a long run of many ranks does not fit into memory otherwise.
-        rank: the only one that is read; None: every one.
-        may_be_empty: whether a folder in which nothing was recorded yet is no error.
+        rank: read only this rank; None: read all.
+        may_be_empty: accept a folder in which nothing was recorded yet.
 
     Raises:
         DataError: there is none, or a line is not what a run writes.
     """
-    found: dict[int, list[Start]] = {}
+    ranks: dict[int, list[Start]] = {}
     shared: dict[str, Any] = {}
-    for one, files_of_rank in itertools.groupby(sorted(_files(Path(run)), key=itemgetter(1)), key=itemgetter(1)):
-        if rank not in (None, one):
+    for file_rank, files_of_rank in itertools.groupby(sorted(_files(Path(run)), key=itemgetter(1)), key=itemgetter(1)):
+        if rank not in (None, file_rank):
             continue
         starts = [start for number, _, path in files_of_rank if (start := _read_file(path, number)) is not None]
         if starts:
-            found[one] = starts
+            ranks[file_rank] = starts
         if starts and summarise is not None:
-            summarise(one, starts)
+            summarise(file_rank, starts)
             for start in starts:
                 start.spans = []
                 start.facts = {key: shared.setdefault(json.dumps(fact), fact) for key, fact in start.facts.items()}
-    if not found and not may_be_empty:
+    if not ranks and not may_be_empty:
         raise DataError(
-            f"{run} holds no whole line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
+            f"{run} holds no complete line of a start_*/rank_*.jsonl; expected the folder of a run that was observed"
         )
-    return found
+    return ranks
 
 
 def load(path: Path, expected: str, remedy: str) -> dict[str, Any]:
-    """Read the JSON object in the file at ``path``; what is ``expected`` and the ``remedy`` of damage are words for errors.
+    """Read the JSON object in the file at ``path``; ``expected`` and ``remedy`` word the errors.
 
     Raises:
         DataError: there is no such file, or it holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected {expected}") from error
     except ValueError as error:
-        raise DataError(f"{path}: no JSON, damaged or cut off ({error}); expected {expected}: {remedy}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; expected {expected}: {remedy}")
-    return found
+        raise DataError(f"{path}: not JSON, damaged or truncated ({error}); expected {expected}: {remedy}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__}; expected {expected}: {remedy}")
+    return content
 
 
 def _read_file(path: Path, number: int) -> Start | None:
@@ -398,7 +398,7 @@ def _read_file(path: Path, number: int) -> Start | None:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected a file of JSON lines") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        what = f"no line that a run writes ({type(error).__name__}: {error})"
+        what = f"not a line that a run writes ({type(error).__name__}: {error})"
         raise DataError(f"{path}, line {place}: {what}; restore the file, or delete it") from error
     return start
 
@@ -414,22 +414,22 @@ def _files(run: Path) -> list[tuple[int, int, Path]]:
 def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:
     """Return the run's starts, each as its processes by rank: those of one world size whose times overlap."""
     groups: list[list[Start]] = []
-    for start in sorted((one for starts in ranks.values() for one in starts), key=lambda one: one.began_ns):
+    for start in sorted((start for starts in ranks.values() for start in starts), key=lambda start: start.began_ns):
         for group in reversed(groups):
-            there = start.world_size == group[0].world_size and start.began_ns <= max(one.ended_ns for one in group)
-            if there and start.rank not in {one.rank for one in group}:
+            fits = start.world_size == group[0].world_size and start.began_ns <= max(p.ended_ns for p in group)
+            if fits and start.rank not in {process.rank for process in group}:
                 group.append(start)
                 break
         else:
             groups.append([start])
-    return [sorted(group, key=lambda one: one.rank) for group in groups]
+    return [sorted(group, key=lambda process: process.rank) for group in groups]
 
 
 def overlaps(starts: Sequence[Start]) -> list[Start]:
-    """Return those of a rank's starts that were recorded while another one was, in order."""
+    """Return a rank's starts that were recorded while another was, in order."""
     together: dict[int, Start] = {}
-    last: Start | None = None  # of the earlier ones, the one that ended last
-    for start in sorted(starts, key=lambda one: one.began_ns):
+    last: Start | None = None  # the earlier start that ended last
+    for start in sorted(starts, key=lambda start: start.began_ns):
         if last is not None and start.began_ns < last.ended_ns - OVERLAP_NS:
             together |= {last.number: last, start.number: start}
         last = start if last is None or start.ended_ns > last.ended_ns else last
@@ -438,10 +438,10 @@ def overlaps(starts: Sequence[Start]) -> list[Start]:
 
 def overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
     """Return which starts were recorded in the run's folder at the same time, in words; empty where none were."""
-    found = [
-        f"{', '.join(one.name for one in both)} of rank {rank}" for rank, of in ranks.items() if (both := overlaps(of))
+    overlapping = [
+        f"{', '.join(s.name for s in starts)} of rank {rank}" for rank, of in ranks.items() if (starts := overlaps(of))
     ]
-    if not found:
+    if not overlapping:
         return ""
-    more = f", and of {len(found) - 1} more ranks" * (len(found) > 1)
-    return f"{found[0]}{more} were recorded at the same time: two trainings in one folder, or clocks that differ"
+    more = f", and of {len(overlapping) - 1} more ranks" * (len(overlapping) > 1)
+    return f"{overlapping[0]}{more} were recorded at the same time: two trainings in one folder, or clocks that differ"

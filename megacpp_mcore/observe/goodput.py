@@ -84,7 +84,7 @@ class Recorder(Listener):
         self._note(facts={"stopped": reason})
 
     def on_end(self, error: BaseException | None) -> None:
-        """Write how it ended."""
+        """Write how the process ended."""
         self._note(how=self._how if error is None else type(error).__name__)
 
     def so_far(self, resumed_at: int) -> Goodput:
@@ -97,7 +97,7 @@ class Recorder(Listener):
             starts = events.read(self.log.run, rank=self.log.rank, may_be_empty=True).get(self.log.rank, [])
             earlier = [start for start in starts if start.number < self.log.number]
             this = Start(self.log.number, self.log.rank, self.log.world_size, self.log.began_ns, resumed_at=resumed_at)
-            self._before = of_rank([*earlier, this]), _goes_on(earlier)
+            self._before = of_rank([*earlier, this]), _resumes_after_death(earlier)
         before, after_death = self._before
         spent = Counter(before.nanoseconds)
         for (phase, of_a_step), nanoseconds in self._spent.items():
@@ -130,7 +130,7 @@ class Stretch(NamedTuple):
 def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
     """Yield one rank's wall time in order, without gaps except for pauses between starts that do not follow a death."""
     for index, (start, kept_to) in enumerate(standing(starts)):
-        after_death = _goes_on(starts[:index])
+        after_death = _resumes_after_death(starts[:index])
         if after_death and start.began_ns > starts[index - 1].ended_ns:
             yield Stretch(starts[index - 1].ended_ns, start.began_ns, DOWN)
         at = start.began_ns
@@ -140,7 +140,7 @@ def timeline(starts: Sequence[Start]) -> Iterator[Stretch]:
                 if spent := span.phases.get(phase, 0):
                     yield Stretch(at, at + spent, class_of(phase, is_kept=is_kept, after_death=after_death))
                     at += spent
-        if start.ended_ns > at:  # it was killed, in an unknown phase
+        if start.ended_ns > at:  # killed, in an unknown phase
             rest = Phase.STEP if start.done else Phase.STARTUP
             yield Stretch(at, start.ended_ns, class_of(rest, is_kept=False, after_death=after_death))
 
@@ -156,13 +156,13 @@ def class_of(phase: str, *, is_kept: bool, after_death: bool) -> str:
     return RECOVERY if phase == Phase.STARTUP and after_death else phase
 
 
-def _goes_on(starts: Sequence[Start]) -> bool:
+def _resumes_after_death(starts: Sequence[Start]) -> bool:
     """Return whether the start after ``starts`` continues what a death interrupted: a kill, or an error once it had trained.
 
     A start that an error ended before its first step is skipped: it does not undo the death before it.
     """
     return next(
-        (one.how not in IN_ORDER for one in reversed(starts) if one.how in (*IN_ORDER, None) or one.done), False
+        (start.how not in IN_ORDER for start in reversed(starts) if start.how in (*IN_ORDER, None) or start.done), False
     )
 
 

@@ -44,7 +44,7 @@ class IndexOverlap(Hooked):
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Watch the index caches of the model."""
         modules = (module for chunk in chunks for module in chunk.modules())
-        caches = {id(cache): cache for one in modules if (cache := getattr(one, "index_cache", None)) is not None}
+        caches = {id(cache): cache for module in modules if (cache := getattr(module, "index_cache", None)) is not None}
         for cache in caches.values():
             self.watch(cache)
 
@@ -68,11 +68,11 @@ class IndexOverlap(Hooked):
         rows, self._rows = self._rows | (self._captured if self._sampling else {}), {}
         self._sampling = False
         self.raise_first()
-        for one, other in itertools.pairwise(sorted(rows)):
-            self.by_pair[f"{one}-{other}"] = overlap(rows[one], rows[other])
+        for layer, next_layer in itertools.pairwise(sorted(rows)):
+            self.by_pair[f"{layer}-{next_layer}"] = overlap(rows[layer], rows[next_layer])
 
     def on_end(self, error: BaseException | None) -> None:
-        """Let go of the graphs' memory, too."""
+        """Release the graphs' memory, then remove the hooks."""
         self._captured.clear()
         super().on_end(error)
 

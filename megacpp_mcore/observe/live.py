@@ -28,7 +28,7 @@ SCALARS = (
     "tokens_per_s", "mfu", "goodput", "memory_allocated_bytes", "memory_reserved_bytes", "routing_entropy",
     "routing_max_over_mean", "dropped_share", "index_overlap",
 )  # fmt: skip
-"""What is written to TensorBoard and W&B for a logged step, besides what Megatron logs itself.
+"""What is written to TensorBoard and W&B for a logged step, in addition to what Megatron logs.
 
 Tokens per second are over all processes, since the last logged step, without checkpoints, evaluation and the profiler
 (None for the first step of a start); MFU, the model FLOPs utilisation, is over the same steps. Goodput is of the last rank,
@@ -42,8 +42,8 @@ routers or indexers.
 def line(step: Step, steps: int, first: Step, metrics: Mapping[str, Any] | None = None, *, alone: bool = True) -> str:
     """Format the progress line of ``step`` of ``steps``, recorded if it has ``metrics``; the mean pace is since ``first``.
 
-    What Megatron prints of a step, too, is in its words (``training_log`` of megatron-core 0.19.2), and left to its own line
-    where that is not in a file, so that the line is not ``alone``.
+    Figures that Megatron prints too use its wording (``training_log`` of megatron-core 0.19.2). Unless ``alone``, they are
+    left out: Megatron's own line is on the same console.
     """
     parts = [f"iteration {step.step:8d}/{steps:8d}" if alone else f"step {step.step}/{steps}"]
     if alone and step.learning_rate is not None:
@@ -73,7 +73,7 @@ class Live(Listener):
     """Shows a run while it trains; made on the last rank.
 
     ``recorder``, of this rank's goodput, must come before this listener. ``console``: ``progress`` prints a line a step,
-    ``stock`` none. ``receipt`` knows the loop, the experts' tokens and the selections.
+    ``stock`` none. ``receipt`` holds the loop, the experts' tokens and the selections.
     """
 
     def __init__(self, recorder: Recorder, receipt: ReceiptWriter, console: str = "progress") -> None:
@@ -110,7 +110,7 @@ class Live(Listener):
         if self._before is not None and in_steps > self._before[1]:
             rate = (step.tokens - self._before[0]) / (in_steps - self._before[1]) * 1e9
         self._before = (step.tokens, in_steps)
-        mfu, reason = None, "no step before it to measure from"
+        mfu, reason = None, "no earlier step to measure from"
         if (counted := self._receipt.facts.values.get("flops")) is None:
             reason = self._receipt.facts.unknown.get("flops", "the work of a step is not known")
         elif rate is not None:
@@ -135,4 +135,4 @@ class Live(Listener):
 def metrics_of(ranks: Mapping[int, Sequence[Start]]) -> list[dict[str, Any]]:
     """Return what :class:`Live` wrote of each logged step, ascending, without steps that a restart rolled back."""
     starts = standing(recorded(ranks))
-    return [one for start, kept_to in starts for one in start.metrics if one["step"] <= kept_to]
+    return [metrics for start, kept_to in starts for metrics in start.metrics if metrics["step"] <= kept_to]

@@ -40,7 +40,7 @@ class Seam(NamedTuple):
 
 
 def timed(phase: Phase, when: Callable[..., bool] = lambda *_, **__: True) -> Handler:
-    """Return a handler that runs the function in ``phase``, if ``when``, called as the handler is, is true."""
+    """Return a handler that runs the function in ``phase`` if ``when``, called with the handler's arguments, is true."""
 
     def run(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_timed = when(notifier, stock, *args, **kwargs)
@@ -66,9 +66,9 @@ def replaced(seams: Sequence[Seam], notifier: Notifier) -> Iterator[None]:
                 holder = pkgutil.resolve_name(f"{seam.module}:{owner}")
                 stack.enter_context(stand_in(holder, name, partial(seam.handler, notifier)))
             except AttributeError as error:
-                missing = f"this Megatron's {seam.module} has no {seam.name}, by which a run is observed"
-                known = f"megatron-core {MEGATRON_CORE} (and megatron-bridge {MEGATRON_BRIDGE})"
-                todo = f"use {known}, or switch it off with --no-observe"
+                missing = f"this Megatron's {seam.module} has no {seam.name}, which recording a run needs"
+                supported = f"megatron-core {MEGATRON_CORE} (and megatron-bridge {MEGATRON_BRIDGE})"
+                todo = f"use {supported}, or switch it off with --no-observe"
                 raise LaunchError(f"{missing}; {todo}") from error
         yield
 
@@ -123,13 +123,13 @@ class Notifier:
                 self.notify(lambda other, what=what: other.on_failure(what))  # type: ignore[misc]
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Notify all listeners of the end; a script's exit with status 0 is no error."""
+        """Notify all listeners of the end; a script's exit with status 0 is not an error."""
         quiet = isinstance(error, SystemExit) and not error.code
         self.notify(lambda listener: listener.on_end(None if quiet else error))
 
 
 class ScalarTap:
-    """Notes a step's losses as they are passed to TensorBoard's writer; stands in for the writer where there is none."""
+    """Records a step's losses as they are passed to TensorBoard's writer; stands in for the writer where there is none."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
@@ -137,7 +137,7 @@ class ScalarTap:
         self._writer: Any = None
 
     def tap(self, writer: Any) -> Any:
-        """Return ``writer``, whose losses are noted from now on; for None, return this object."""
+        """Return ``writer``, whose losses are recorded from now on; for None, return this object."""
         if writer is None:
             return self
         if writer is not self._writer:
@@ -152,7 +152,7 @@ class ScalarTap:
         return writer
 
     def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
-        """Note a loss."""
+        """Record a loss."""
         if tag.endswith("loss"):
             with contextlib.suppress(TypeError, ValueError):  # not a number: the writer may know what it is
                 self.values[tag] = float(scalar_value)
@@ -167,9 +167,9 @@ class ScalarTap:
 
 
 def _set_up(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    made = stock(*args, **kwargs)
-    notifier.notify(lambda listener: listener.on_model(*made[:2]))
-    return made
+    built = stock(*args, **kwargs)
+    notifier.notify(lambda listener: listener.on_model(*built[:2]))
+    return built
 
 
 def _train(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def _train(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _train_step(notifier: Notifier, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Notify of the step's begin: its number is one more than the completed iterations."""
+    """Notify that a step begins: its number is one more than the completed iterations."""
     from megatron.training import get_args
 
     notifier.notify_begin(get_args().curr_iteration + 1)
@@ -194,7 +194,7 @@ def _saves_meanwhile(*_: Any, **__: Any) -> bool:
 
 
 def note_stop(notifier: Notifier, stock: Callable[..., Any], line: str, *args: Any, **kwargs: Any) -> Any:
-    """Notify of an end before the last step, about which the loop logs a line on every rank."""
+    """Notify of an end before the last step: the loop logs a line about it on every rank."""
     if line.startswith("exiting program"):
         notifier.notify(lambda listener: listener.on_stop(line))
     return stock(line, *args, **kwargs)
@@ -204,13 +204,13 @@ def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **k
     """Notify of the step; auxiliary losses are not among the arguments but go to TensorBoard's writer, which is tapped."""
     from megatron.training import get_args, training
 
-    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
     notifier.scalars.values = {}
     writer = notifier.scalars.tap(training.get_tensorboard_writer())
     with mock.patch.object(training, "get_tensorboard_writer", return_value=writer):
         result = stock(*args, **kwargs)
     options = get_args()
-    notifier.notify_step(given, given["iteration"], options.consumed_train_samples * options.seq_length)
+    notifier.notify_step(arguments, arguments["iteration"], options.consumed_train_samples * options.seq_length)
     return result
 
 

@@ -44,7 +44,7 @@ class Observation:
         if self.folder is None:
             where = "nothing is recorded"
         elif any(self.folder.glob("start_*")):
-            where = f"the run goes on in {self.folder}, which holds an earlier start; steps that it does again are lost there"
+            where = f"the run continues in {self.folder}, which holds an earlier start; steps that it repeats are lost there"
         else:
             where = f"the run is recorded in {self.folder}"
         return [f"observe: {where} ({self.why})"]
@@ -80,7 +80,7 @@ def choose(
     elif not details.enabled:
         folder, why = None, "observability.enabled is false"
     elif saved:
-        folder, why = Path(saved) / FOLDER, "beside its checkpoints; --observe names another folder"
+        folder, why = Path(saved) / FOLDER, "next to its checkpoints; --observe names another folder"
     else:
         folder, why = None, "it saves no checkpoint; --observe DIR names a folder"
     if profile is not None:
@@ -88,7 +88,7 @@ def choose(
         last = flags.whole(words, "--train-iters", LaunchError)
         if last is not None and first > last:
             raise LaunchError(
-                f"steps {profile} are to be profiled, and the run ends with step {last} (--train-iters); name steps that it has"
+                f"steps {profile} are to be profiled, but the run ends with step {last} (--train-iters); name steps that it has"
             )
         if folder is None:
             raise LaunchError(f"steps {profile} are to be profiled, and nothing is recorded ({why}); add --observe DIR")
@@ -97,7 +97,7 @@ def choose(
 
 @contextlib.contextmanager
 def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | None = None) -> Iterator[None]:
-    """Record what Megatron does in this process as ``chosen`` says, until the context ends; ``trained_by``: None: stock's loop.
+    """Record this process's run as ``chosen`` says until the context ends; ``trained_by``: by default, Megatron's loop.
 
     Raises:
         DataError: the folder cannot be written to, or holds something else.

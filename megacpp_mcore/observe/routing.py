@@ -59,8 +59,8 @@ def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load
     """Return the loads by layer over all ranks, from the ``layers`` of their :meth:`Routing.record`."""
     loads: dict[str, Load] = {}
     for layers in records:
-        for layer, one in layers.items():
-            load = Load(tuple(one["tokens_per_expert"]), one["asked"])
+        for layer, counts in layers.items():
+            load = Load(tuple(counts["tokens_per_expert"]), counts["asked"])
             loads[layer] = load.plus(loads.get(layer))
     return loads
 
@@ -68,7 +68,7 @@ def merged(records: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Load
 class _Router:
     """The running sums of one router, in buffers of its module.
 
-    Buffers, because Megatron puts them back after the passes that warm up and capture a CUDA graph
+    Buffers, because Megatron restores them after the passes that warm up and capture a CUDA graph
     (megatron-core 0.19, ``core/transformer/cuda_graphs.py``), whose replays then add to them.
     """
 
@@ -86,7 +86,7 @@ class _Router:
         import torch
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        # Transformer Engine puts no buffer back after a pass that warms up its graph.
+        # Transformer Engine does not restore buffers after a pass that warms up its graph.
         warms_up = module.config.cuda_graph_impl == "transformer_engine" and is_graph_capturing() and not is_capturing()
         if not (module.training and torch.is_grad_enabled()) or warms_up:
             return
@@ -132,7 +132,7 @@ class Routing(Hooked):
                     self.hooks.callback(module.register_forward_hook(self.guard(router.count)).remove)
 
     def on_step(self, step: Step) -> None:
-        """Read the sums if it is time; raise the error of a hook, which could not be raised in the forward pass."""
+        """Read the sums if due; raise the error of a hook, which could not be raised in the forward pass."""
         self.raise_first()
         if step.step % self.interval == 0:
             self.read()
@@ -152,16 +152,16 @@ class Routing(Hooked):
         sums = [torch.cat([router.tokens_E, router.asked]) for router in self._routers]
         lists = torch.stack(sums).tolist() if sums else []
         now: dict[str, Load] = {}
-        for router, (*tokens, asked) in zip(self._routers, lists, strict=True):
-            if not asked:
-                continue  # it has not run
-            load = Load(tuple(tokens), asked)
+        for router, (*tokens, requested) in zip(self._routers, lists, strict=True):
+            if not requested:
+                continue  # it did not run
+            load = Load(tuple(tokens), requested)
             now[router.layer] = load.plus(now.get(router.layer))
         window = [load.plus(self._read.get(layer), -1) for layer, load in now.items()]
         self._read = now
-        if asked := sum(load.asked for load in window):
+        if requested := sum(load.asked for load in window):
             self.latest = {
-                "dropped_share": sum(load.dropped for load in window) / asked,
+                "dropped_share": sum(load.dropped for load in window) / requested,
                 "routing_entropy": fmean(load.entropy for load in window),
                 "routing_max_over_mean": max(load.max_over_mean for load in window),
             }

@@ -23,14 +23,14 @@ def read_steps(run: str | os.PathLike[str]) -> list[Step]:
         DataError: there is no such folder, or a line is not what a run writes.
     """
     if not Path(run).is_dir():
-        raise DataError(f"{run} is no folder; expected that of a run that was observed")
+        raise DataError(f"{run} is not a folder; expected the folder of a run that was observed")
     return [step for start in recorded(events.read(run, may_be_empty=True)) for step in start.steps]
 
 
 def recorded(ranks: Mapping[int, Sequence[Start]]) -> list[Start]:
     """Return every start that recorded losses, in order."""
     starts = [start for starts in ranks.values() for start in starts if start.steps]
-    return sorted(starts, key=lambda one: (one.number, one.rank))
+    return sorted(starts, key=lambda start: (start.number, start.rank))
 
 
 def standing(starts: Sequence[Start]) -> list[tuple[Start, float]]:
@@ -39,13 +39,13 @@ def standing(starts: Sequence[Start]) -> list[tuple[Start, float]]:
     As soon as a start that resumed from a step's checkpoint has recorded a step, all steps of earlier starts beyond that
     checkpoint are undone, including those that it has not repeated yet.
     """
-    found: list[tuple[Start, float]] = []
+    bounds: list[tuple[Start, float]] = []
     kept_to = math.inf
     for start in reversed(starts):
-        found.append((start, kept_to))
+        bounds.append((start, kept_to))
         if start.resumed_at is not None:
             kept_to = min(kept_to, start.resumed_at)
-    return found[::-1]
+    return bounds[::-1]
 
 
 def kept(starts: Sequence[Start]) -> list[Step]:

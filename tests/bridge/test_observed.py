@@ -109,5 +109,5 @@ def test_what_cannot_be_recorded(bridge_python: Path, corpus: str, tmp_path: Pat
         assert says in error
     assert len(gone) == 10
     for name, (message, restored) in gone.items():
-        assert f"has no {name.partition(':')[2]}, by which a run is observed" in message
+        assert f"has no {name.partition(':')[2]}, which recording a run needs" in message
         assert restored

@@ -56,7 +56,7 @@ def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict
         assert observed(run, "routed_mlp") == observed(run, "router") == {("auto", "triton")}
         assert observed(run, "optimizer") == {("auto", "transformer_engine")}
     assert "transformer_engine" not in fall_back(with_te)  # M and R do fall back: their kernels are for wider models
-    assert "asked for transformer_engine and runs on local" in fall_back(without_te)
+    assert "requested on transformer_engine, runs on local" in fall_back(without_te)
     assert without_te["loss"]["first"] == pytest.approx(with_te["loss"]["first"], rel=0.02)
 
 

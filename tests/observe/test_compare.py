@@ -19,10 +19,10 @@ from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, NOISE_IN_GRAPHS, 
 from tests.errors import raises
 
 Changes = dict[str, Any]
-SAME_SPEED = "no difference in tokens/s that can be told from noise (1.00x; floor 7 %)"
+SAME_SPEED = "no difference in tokens/s beyond noise (1.00x; floor 7 %)"
 SAME = f"{SAME_SPEED}, 1.00x peak allocated memory"
 STEPS = "median 2 s, 90th percentile 5 % above"
-NOTHING = "nothing that both receipts know differs: "
+NOTHING = "nothing known in both receipts differs: "
 MOCK = {"disqualifiers": [{"name": "mock data", "evidence": "the run trains on Megatron's mock data"}]}
 UNSUMMED = {"data__kind": "mock", "data__checksum": None, "tokenizer__checksum": None}
 PROFILED = {"profiler__step_range": [8, 10], "profiler__phase": "steady"}
@@ -171,7 +171,7 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
             {}, {"unjudged": [{"name": "fall-back", "reason": "backends is not known"}]},
             ["B could not be judged for fall-back: backends is not known"],
         ),
-        ({}, {"ranks__expected": 2}, ["B has the parts of 1 ranks; expected 2"]),
+        ({}, {"ranks__expected": 2}, ["B has facts of 1 ranks; expected 2"]),
     ],
 )  # fmt: skip
 def test_a_refusal(first: Changes, second: Changes, refusals: list[str]) -> None:

@@ -151,9 +151,7 @@ def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(
         write_start(run, number, rank, *([facts()] if model else []), ended, began=number * 10, world_size=2)
     found = receipts.read(run)
     (note,) = (note for note in found["notes"] if note not in before["notes"])
-    became = (
-        f"ended before its first step: {how}" if how else "has not come to its first step yet, or was killed before"
-    )
+    became = f"ended before its first step: {how}" if how else "has not reached its first step, or was killed before it"
     assert note == f"a start at 1970-01-01T00:00:40+00:00 {became} (the last of 2)"
     assert found["status"] == (RUNNING if how is None else FINISHED)
     anew = dict.fromkeys(("written_at", "notes", "goodput", "status"))
@@ -199,7 +197,7 @@ OF_ROUTING = ("routing.layers", "routing.entropy", "routing.max_over_mean", "rou
 
 
 FAILED = "counting failed on a rank: OSError: x"
-MISSING = "the counts of rank 1 are missing, and those of the others are not the whole"
+MISSING = "the counts of rank 1 are missing, so the sums would be incomplete"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +317,7 @@ def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypat
     found = receipts.read(tmp_path)
     assert (found["status"], found["memory"]["allocated_peak_bytes"]) == ("ArithmeticError", 5)
     (note,) = found["notes"]
-    assert "peaks of the memory are those of an earlier reading: RuntimeError('CUDA error: an illegal" in note
+    assert "memory peaks are from an earlier reading: RuntimeError('CUDA error: an illegal" in note
 
 
 def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(

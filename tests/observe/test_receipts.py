@@ -89,7 +89,7 @@ def test_a_dead_start_up_leaves_a_valid_receipt(tmp_path: Path, monkeypatch: pyt
     assert found["status"] == "MemoryError"
     assert found["environment"]["NCCL_ALGO"] == "Ring"
     assert found["pattern"] is None
-    assert receipt_fields.why_unknown("pattern", found["unknown"]) == "rank 0 does not say: the run ended before"
+    assert receipt_fields.why_unknown("pattern", found["unknown"]) == "rank 0 did not record it: the run ended first"
     assert {one["name"] for one in found["unjudged"]} >= {"mock data", "fall-back", "batch changed"}
     assert found["versions"]["torch"]
 
@@ -123,7 +123,7 @@ def test_the_commit_is_the_checkout_s_or_the_variable_s(monkeypatch: pytest.Monk
         monkeypatch.setenv(receipt_facts.COMMIT, value)
         facts = receipt_facts.at_start(LAUNCHED)
         assert facts.values["commit"] == expected
-    assert "lies in no git checkout" in facts.unknown["commit"]
+    assert "is not in a git checkout" in facts.unknown["commit"]
 
 
 NAMED = {
@@ -237,7 +237,7 @@ def judged(
         ({"values": GOOD | {"indexer.warmup_steps": 9}}, "indexer untrained", "first 9 steps"),
         (
             {"values": GOOD | {"backends": [NAMED]}},
-            "fall-back", "op mla in layer 4 asked for kernel and runs on reference: disabled",
+            "fall-back", "op mla in layer 4 requested on kernel, runs on reference: disabled",
         ),
         (
             {"compiled": {2: SECOND // 2}},
@@ -249,11 +249,11 @@ def judged(
         ({"steps": UNEVEN}, "batch changed", "steps had 8, 16 tokens"),
         (
             {"values": GOOD | {"overlap": [ONE_BUCKET]}},
-            "overlap hid nothing", "gradient reduce was asked to be hidden and cannot be: one bucket",
+            "overlap hid nothing", "gradient reduce was requested to be hidden but cannot be: one bucket",
         ),
         (
             {"values": GOOD | {"overlap": [REDUCED], "profiler.hidden_share": 0.0}},
-            "overlap hid nothing", "gradient reduce: asked to be hidden, and the profile shows 0.0% of communication so",
+            "overlap hid nothing", "gradient reduce: requested to overlap, but the profile shows 0.0% of communication hidden",
         ),
         ({"overlap": "start_1, start_2 of rank 0"}, "overlapping starts", "start_1, start_2 of rank 0"),
     ],

@@ -33,8 +33,8 @@ PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
 @pytest.mark.parametrize(
     ("words", "options", "folder", "why"),
     [
-        (["--save", "ck"], {}, "ck/observe", "beside its checkpoints"),
-        (["--save=a", "--save", "ck", "--lr", "1"], {}, "ck/observe", "beside its checkpoints"),
+        (["--save", "ck"], {}, "ck/observe", "next to its checkpoints"),
+        (["--save=a", "--save", "ck", "--lr", "1"], {}, "ck/observe", "next to its checkpoints"),
         (["--save", "ck"], {"observe": "here"}, "here", "--observe"),
         (["--save", "ck"], {"no_observe": True}, None, "--no-observe"),
         (["--save", ""], {}, None, "it saves no checkpoint"),

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 _NO_KERNEL = (
-    "no kernel was recorded on a device that torch uses: the times are those of the host; see whether this process may use "
+    "no kernel was recorded on a device that torch uses: the times are those of the host; check that this process can use "
     "CUPTI (another profiler may hold it)"
 )
 
@@ -79,14 +79,14 @@ class Profiler(Listener):
             logger.warning("profile: the run had none of the steps %d to %d", self._first, self._last)
 
     def _close(self, *, write: bool = True) -> None:
-        """Close the window and write its tables, in a phase of its own: this is no part of the run's steps."""
+        """Close the window and write its tables, in a phase of its own, outside the run's steps."""
         window, self._window, self._done = self._window, None, True
         if window is not None:
             with self._clock.within(Phase.PROFILE):
                 window.close()
                 if write:
                     self._write(window)
-                del window  # and its millions of records, within that phase, too
+                del window  # frees its millions of records within that phase
 
     def _write(self, window: _Window) -> None:
         folder = self._folder / f"{window.first}-{window.last}"
@@ -95,7 +95,7 @@ class Profiler(Listener):
         began = time.monotonic()
         events: Sequence[Any] = window.profiler.kineto_results.events()
         trace = traces.read(events)
-        found = tables.table(trace)
+        table = tables.table(trace)
         phase, why = "steady", f"nothing was compiled, {self._steps_before} steps of this process came before"
         if not self._steps_before:
             phase, why = "warm-up", f"step {window.first} is the first of this process"
@@ -105,7 +105,7 @@ class Profiler(Listener):
             "schema": SCHEMA, "rank": self._rank, "steps": [window.first, window.last], "phase": phase, "phase_why": why,
             "device": window.device or tables.CPU,
             "problem": _NO_KERNEL if window.device is not None and not trace.kernels else None,
-            **found, "events": len(events), "read_s": round(time.monotonic() - began, 3),
+            **table, "events": len(events), "read_s": round(time.monotonic() - began, 3),
         }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         replace(folder / "table.json", json.dumps(record, indent=1) + "\n")
@@ -132,25 +132,25 @@ class FamilyRanges(Listener):
         self._open = contextlib.ExitStack()
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Find out the steps."""
+        """Read which steps Megatron profiles."""
         args, self._built = self._loop.arguments(), (chunks, optimizer)
         if getattr(args, "profile", False) and (not args.profile_ranks or self._rank in args.profile_ranks):
             self._steps = range(args.profile_step_start + 1, args.profile_step_end + 1)
 
     def on_step_begin(self, number: int) -> None:
-        """Open them at the first of these steps."""
+        """Open the ranges at the first of these steps."""
         if number in self._steps[:1]:
             from megacpp_mcore.observe.profile.ranges import Ranges, named
 
             self._open.enter_context(named(Ranges(), *self._built))
 
     def on_step(self, step: Step) -> None:
-        """Close them after the last one."""
+        """Close the ranges after the last step."""
         if step.step >= self._steps.stop - 1:
             self._open.close()
 
     def on_end(self, error: BaseException | None) -> None:
-        """Close them."""
+        """Close the ranges."""
         self._open.close()
 
 
@@ -174,8 +174,8 @@ class _Window:
             use_kineto=True, use_cpu=True, use_device="cuda" if on_device else None
         )
         with contextlib.ExitStack() as stack:
-            for each in (self.profiler, compilation_timed(self._clock), named(self.ranges, chunks, optimizer)):
-                stack.enter_context(each)
+            for context in (self.profiler, compilation_timed(self._clock), named(self.ranges, chunks, optimizer)):
+                stack.enter_context(context)
             self._stack = stack.pop_all()
 
     def close(self) -> None:

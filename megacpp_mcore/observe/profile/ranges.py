@@ -32,7 +32,7 @@ _OF_EXPERTS = {"router": "routing", "experts": "experts", "shared_experts": "sha
 """Parts of a layer of experts with a range inside its own, ``megacpp::E/2/routing``, by the attribute of its ``mlp``."""
 
 _STAGES = (DATA, EMBEDDING, BETWEEN_LAYERS, HEAD)
-"""Stages of the forward pass, one after the other."""
+"""Stages of the forward pass, in order."""
 
 
 class Ranges(threading.local):
@@ -58,7 +58,7 @@ class Ranges(threading.local):
                 return
 
     def begin_stage(self, label: str) -> None:
-        """Open a forward stage's range in place of the previous stage's."""
+        """Close the previous forward stage's range and open this one's."""
         if self.open_now and self.open_now[-1][0] in _STAGES:
             self.close(self.open_now[-1][0])
         self.open(label)
@@ -69,7 +69,7 @@ class Ranges(threading.local):
             self.close(self.open_now[-1][0])
 
     def close_stages(self) -> None:
-        """Close the stage that is open."""
+        """Close the open stage."""
         for label in _STAGES:
             self.close(label)
 
@@ -107,7 +107,7 @@ def named(ranges: Ranges, chunks: Sequence[Any], optimizer: Any) -> Iterator[Non
 
 
 def family(layer: torch.nn.Module) -> str:
-    """Return a layer's family: the letters of its mixer and feed-forward part, for Megatron's own layers, too."""
+    """Return a layer's family: the letters of its mixer and feed-forward part; also for Megatron's own layers."""
     mixer, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
     if hasattr(layer, "mixer"):  # Megatron's own MambaLayer
         return "M"
@@ -123,7 +123,7 @@ def family(layer: torch.nn.Module) -> str:
 
 def _name_chunk(stack: contextlib.ExitStack, ranges: Ranges, chunk: Any) -> None:
     def leave() -> None:
-        if not ranges.in_forward_step:  # in a forward step the loss belongs to the stage, too
+        if not ranges.in_forward_step:  # in a forward step the stage includes the loss
             ranges.close_stages()
 
     for module in chunk.modules():

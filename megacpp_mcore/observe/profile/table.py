@@ -46,8 +46,8 @@ def collective(kernel: str, label: str | None = None) -> str:
 
     NCCL's send-receive kernel also performs all-to-alls: it counts as one under any ``label`` but the pipeline's.
     """
-    found = _NCCL.search(kernel)
-    name = found[1] if found else kernel
+    match = _NCCL.search(kernel)
+    name = match[1] if match else kernel
     return ALL_TO_ALL if name == SEND_RECEIVE and label not in (None, PIPELINE) else name
 
 
@@ -72,8 +72,8 @@ class _Row:
         self.host_ns += other.host_ns
         return self
 
-    def record(self, whole_ns: int) -> dict[str, Any]:
-        record = {"total_ns": self.ns.total(), "share": self.ns.total() / whole_ns if whole_ns else None}
+    def record(self, total_ns: int) -> dict[str, Any]:
+        record = {"total_ns": self.ns.total(), "share": self.ns.total() / total_ns if total_ns else None}
         record |= {f"{column}_ns": self.ns[column] for column in COLUMNS}
         return record | {"kernels": self.calls_by_name.total(), "host_ns": self.host_ns}
 
@@ -99,12 +99,12 @@ def _record(layers: _Rows) -> dict[str, Any]:
     by_family, by_part, by_layer = (
         sorted(rows.items(), key=lambda item: (-item[1].ns.total(), item[0])) for rows in (families, parts, layers)
     )
-    known = [name for name, row in by_family if name != UNATTRIBUTED and row.ns.total()]
+    ranked = [name for name, row in by_family if name != UNATTRIBUTED and row.ns.total()]
     lost_ns = families[UNATTRIBUTED].ns.total() if UNATTRIBUTED in families else 0
     return {
         "total_ns": total_ns,
         "attributed_share": 1 - lost_ns / total_ns if total_ns else None,
-        "dominant": known[0] if known else None,
+        "dominant": ranked[0] if ranked else None,
         "families": {name: row.record(total_ns) | {"top": row.top()} for name, row in by_family},
         "parts": {name: row.record(total_ns) for name, row in by_part},
         "layers": {name: row.record(total_ns) for name, row in by_layer},
@@ -124,15 +124,15 @@ def table(trace: Trace) -> dict[str, Any]:
         ``collectives`` by name, and ``bubble_ns``, in which a pipeline stage only waited for another. For a host:
         ``no_operator_ns``, the part of the window outside of operators: Python, and waiting. Unknown values are None.
     """
-    found, rows = Attribution(trace), _Rows(_Row)
-    for (place, name), (ns, calls) in found.self_time.items():
+    attribution, rows = Attribution(trace), _Rows(_Row)
+    for (place, name), (ns, calls) in attribution.self_time.items():
         rows[place.label or UNATTRIBUTED].host_ns += ns
         if not trace.kernels:
             rows[place.label or UNATTRIBUTED].add(place.phase, name, ns, calls)
     if trace.kernels:
-        times = _of_device(trace.kernels, found, rows)
+        times = _of_device(trace.kernels, attribution, rows)
     else:
-        window_ns, in_operators_ns = Cover(found.steps).total, sum(ns for ns, _ in found.self_time.values())
+        window_ns, in_operators_ns = Cover(attribution.steps).total, sum(ns for ns, _ in attribution.self_time.values())
         times = _times(HOST_TIME, window_ns) | {"no_operator_ns": max(0, window_ns - in_operators_ns)}
     return times | _record(rows)
 
@@ -143,14 +143,14 @@ def _times(unit: str, window_ns: int) -> dict[str, Any]:
     return {"unit": unit, "window_ns": window_ns, **none, **unknown, "collectives": {}}
 
 
-def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> dict[str, Any]:
-    in_steps = Cover(found.steps)
+def _of_device(kernels: Sequence[Kernel], attribution: Attribution, rows: _Rows) -> dict[str, Any]:
+    in_steps = Cover(attribution.steps)
     compute: list[Interval] = []
     moving: list[tuple[Kernel, Place]] = []
     for kernel in kernels:
-        place = found.launches.get(kernel.launch)  # the place of its launch, or else of its operator
+        place = attribution.launches.get(kernel.launch)  # the place of its launch, or else of its operator
         if place is None or place.label is None:
-            place = found.operators.get(kernel.operator, place)
+            place = attribution.operators.get(kernel.operator, place)
         if place is None:
             if not in_steps.holds(kernel.start_ns):
                 continue  # it ran between steps
@@ -172,7 +172,7 @@ def _of_device(kernels: Sequence[Kernel], found: Attribution, rows: _Rows) -> di
     together = [(kernel.start_ns, kernel.end_ns) for kernel, _ in moving]
     communication = Cover(together)
     between_stages = Cover((kernel.start_ns, kernel.end_ns) for kernel, place in moving if place.label == PIPELINE)
-    steps = sorted(found.steps)
+    steps = sorted(attribution.steps)
     if steps:
         steps[-1] = (steps[-1][0], max(end for _, end in (*compute, *together, steps[-1])))
     window = Cover(steps)
@@ -223,15 +223,15 @@ def page(profile: Mapping[str, Any]) -> str:
     ]
     words = "nothing was recorded"
     if (dominant := profile["dominant"]) is not None:
-        share, whose = profile["families"][dominant]["share"], "the kernels'" if on_device else "the operators'"
+        share, owners = profile["families"][dominant]["share"], "the kernels'" if on_device else "the operators'"
         words = (
-            f"dominant: {dominant}, {share:.1%}; {profile['attributed_share']:.1%} of {whose} time belongs to a family"
+            f"dominant: {dominant}, {share:.1%}; {profile['attributed_share']:.1%} of {owners} time belongs to a family"
         )
     lines.append(words)
     lines += ["", f"milliseconds a step, {profile['unit']}:", *rows("family"), ""]
-    known, bound = "not measured: no kernel was recorded", profile["host_bound_share"]
-    known = known if bound is None else f"{bound:.1%} (the device had nothing to do)"
-    words = "" if profile["device"] == CPU else f"; host-bound share: {known}"
+    host_bound, bound = "not measured: no kernel was recorded", profile["host_bound_share"]
+    host_bound = host_bound if bound is None else f"{bound:.1%} (the device had nothing to do)"
+    words = "" if profile["device"] == CPU else f"; host-bound share: {host_bound}"
     lines.append(f"step: {a_step(profile['window_ns'])} ms{words}")
     if (outside := profile["no_operator_ns"]) is not None and profile["window_ns"]:
         share = outside / profile["window_ns"]
@@ -244,8 +244,8 @@ def page(profile: Mapping[str, Any]) -> str:
     elif on_device:
         lines.append("communication: none")
     lines += [
-        f"  {name}: {one['calls'] / steps:.1f} calls, {a_step(one['ns'])} ms, {a_step(one['exposed_ns'])} ms exposed"
-        for name, one in profile["collectives"].items()
+        f"  {name}: {totals['calls'] / steps:.1f} calls, {a_step(totals['ns'])} ms, {a_step(totals['exposed_ns'])} ms exposed"
+        for name, totals in profile["collectives"].items()
     ]
     if profile["bubble_ns"]:
         share = profile["bubble_ns"] / profile["window_ns"]
@@ -253,12 +253,12 @@ def page(profile: Mapping[str, Any]) -> str:
             f"pipeline bubble (waiting for another stage): {a_step(profile['bubble_ns'])} ms, {share:.1%} of the step"
         )
     if UNATTRIBUTED in profile["families"]:
-        lines.append(f"{UNATTRIBUTED}: what lies in no range of the model, the optimizer, or the gradients' reduction")
+        lines.append(f"{UNATTRIBUTED}: work outside the ranges of the model, the optimizer and gradient reduction")
     lines += ["", *rows("part")] if profile.get("parts") else []
     lines += ["", *rows("layer")]
     for name, row in profile["families"].items():
         lines += ["", f"{name}: what takes longest (milliseconds a step, calls a step)"]
-        lines += [f"  {a_step(one['ns']):>9} {one['calls'] / steps:9.1f}  {one['name']}" for one in row["top"]]
+        lines += [f"  {a_step(top['ns']):>9} {top['calls'] / steps:9.1f}  {top['name']}" for top in row["top"]]
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
 """The raw events of torch.profiler as plain records, and the part of the model and the phase of the step that each belongs to.
 
-No trace file is read: one of five steps of 250,000 kernels is gigabytes of JSON. Written against torch 2.11
+No trace file is read: five steps of 250,000 kernels are gigabytes of JSON. Written against torch 2.11
 (``torch._C._autograd._KinetoEvent``). No torch at import.
 
 An operator belongs to the innermost thing that encloses it: one of our ranges (opened by :mod:`megacpp_mcore.observe.profile`)
@@ -44,7 +44,7 @@ class Op(NamedTuple):
     """One event of a host thread: an operator, a node of the backward pass, one of our ranges, or a launch.
 
     Attributes:
-        start_ns, end_ns: nanoseconds on the profiler's clock, which kernels use, too.
+        start_ns, end_ns: nanoseconds on the profiler's clock, which kernels also use.
         thread: the operating system's number of the thread.
         torch_thread: torch's own number of it, by which nodes refer to the thread that made them.
         sequence: number of the next backward node when the event began, or of the node that it evaluates; -1: none.
@@ -89,7 +89,7 @@ def read(events: Sequence[Any]) -> Trace:
 
     Calls of the CUDA runtime that launched something are included: the operator around a kernel is not enough, as a
     checkpointing operator encloses ranges of ours, and launches outside of any operator of their own. Transfers between
-    processes by host threads (gloo) are no operator's time, and are left out.
+    processes by host threads (gloo) belong to no operator and are left out.
     """
     from torch.autograd import DeviceType
 
@@ -147,7 +147,7 @@ class _Frame:
 
 
 class Attribution:
-    """Where the events of a trace belong, found in one pass in the order in which they began; sorts them in place.
+    """Where the events of a trace belong, computed in one pass by start time; sorts them in place.
 
     Attributes:
         steps: begin and end of every step.
@@ -192,7 +192,7 @@ class Attribution:
             of_node = above.last_node.label
             if op.sequence >= 0:
                 makers = self._makers[op.node_thread]
-                maker = bisect_left(makers, (op.sequence + 1,)) - 1  # of those that began at no higher count, the last
+                maker = bisect_left(makers, (op.sequence + 1,)) - 1  # the last that began at no higher count
                 of_node = (makers[maker][1] if maker >= 0 else None) or above.place.label
             place = above.last_node = Place(of_node, BACKWARD)
         elif above.in_node and op.sequence >= 0 and op.forward and above.place.phase == BACKWARD:
@@ -216,4 +216,4 @@ class Attribution:
             time = self.self_time[frame.place, op.name]
             time[0] += max(0, op.end_ns - op.start_ns - frame.inner_ns)
             time[1] += 1
-        stack[-1].inner_ns += op.end_ns - op.start_ns  # of a range, too: Python's time in it is no operator's
+        stack[-1].inner_ns += op.end_ns - op.start_ns  # ranges included: Python's time in them belongs to no operator

@@ -2,7 +2,7 @@
 
 A comparison is a checklist, and a claim if every line allows one. The first seven lines are a reviewer's questions; the others
 are the denominators by which a sparse speed-up can be made to look better than it is. Differences on no line (backends,
-patches, recompute, overlap) are what a claim is about: they are listed beside it. A different commit, other versions or
+patches, recompute, overlap) are what a claim is about: they are listed with it. A different commit, other versions or
 another environment are named in the claim itself, as no receipt shows what they changed.
 """
 
@@ -56,14 +56,14 @@ class Case:
 
 def judge(case: Case) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return the disqualifiers with their evidence, and those that could not be judged, with the reason."""
-    found, unjudged = [], []
+    disqualifiers, unjudged = [], []
     for name, evidence_of in zip(DISQUALIFIERS, _JUDGES, strict=True):
         try:
             if evidence := evidence_of(case):
-                found.append({"name": name, "evidence": evidence})
+                disqualifiers.append({"name": name, "evidence": evidence})
         except _Unjudged as missing:
             unjudged.append({"name": name, "reason": str(missing)})
-    return found, unjudged
+    return disqualifiers, unjudged
 
 
 def _dropped(case: Case) -> str:
@@ -92,30 +92,30 @@ def _compiled(case: Case) -> str:
         raise _Unjudged("no step was measured")
     if not case.compiled:
         return ""
-    step, spent = max(case.compiled.items(), key=lambda one: one[1])
+    step, spent = max(case.compiled.items(), key=lambda step_ns: step_ns[1])
     return f"{len(case.compiled)} measured steps compiled or tuned, step {step} for {spent / 1e9:.3f} s"
 
 
 def _fallen_back(case: Case) -> str:
     """Name ops that run slower than the best available, or not on what was requested."""
-    found = []
-    for one in filter(fields.is_off, case.known("backends")):
-        op, layers, requested, observed = (one[name] for name in ("op", "layers", "requested", "observed"))
+    deviations = []
+    for backend in filter(fields.is_off, case.known("backends")):
+        op, layers, requested, observed = (backend[name] for name in ("op", "layers", "requested", "observed"))
         is_slow = requested in ("auto", observed)
-        asked = "" if is_slow else f"asked for {requested} and "
+        request = "" if is_slow else f"requested on {requested}, "
         slower = ", slower than the best for this device" if is_slow else ""
         where = f" in layer{'s' * (not layers.isdecimal())} {layers}" if layers != "run" else ""
-        found.append(f"op {op}{where} {asked}runs on {observed}{slower}: {one['reason']}")
+        deviations.append(f"op {op}{where} {request}runs on {observed}{slower}: {backend['reason']}")
     if times := case.values.get("precision.dequantised"):
-        found.append(f"a quantised tensor was dequantised {times} times")
-    return "; ".join([*found[:3], *[f"and {len(found) - 3} more"] * (len(found) > 3)])
+        deviations.append(f"a quantised tensor was dequantised {times} times")
+    return "; ".join([*deviations[:3], *[f"and {len(deviations) - 3} more"] * (len(deviations) > 3)])
 
 
 def _skipped(case: Case) -> str:
     if not case.steps:
         raise _Unjudged("no step was recorded")
     bad = [step.step for step in case.steps if step.failed]
-    return f"{len(bad)} steps were skipped or had a loss that is no number, the first is step {bad[0]}" if bad else ""
+    return f"{len(bad)} steps were skipped or had a loss that is not finite, the first is step {bad[0]}" if bad else ""
 
 
 def _batch(case: Case) -> str:
@@ -129,17 +129,17 @@ def _batch(case: Case) -> str:
 
 def _not_hidden(case: Case) -> str:
     """Name overlap that hid nothing: by the profile, or else by what the policy says of streams and buckets."""
-    asked = [one for one in case.known("overlap") if one["asked"]]
-    if not asked or case.known("parallelism.world_size") == 1 or case.known("device").startswith("CPU"):
+    requested = [overlap for overlap in case.known("overlap") if overlap["asked"]]
+    if not requested or case.known("parallelism.world_size") == 1 or case.known("device").startswith("CPU"):
         return ""
     if (hidden := case.values.get("profiler.hidden_share")) is None:
-        impossible = [one for one in asked if not one["possible"]]
-        reasons = [f"{one['name']} was asked to be hidden and cannot be: {one['reason']}" for one in impossible]
-        if any("not known" in one for one in reasons):
+        impossible = [overlap for overlap in requested if not overlap["possible"]]
+        reasons = [f"{row['name']} was requested to be hidden but cannot be: {row['reason']}" for row in impossible]
+        if any("not known" in reason for reason in reasons):
             raise _Unjudged(reasons[0])
         return "; ".join(reasons)
-    names = ", ".join(one["name"] for one in asked)
-    shown = f"{names}: asked to be hidden, and the profile shows {hidden:.1%} of communication so"
+    names = ", ".join(overlap["name"] for overlap in requested)
+    shown = f"{names}: requested to overlap, but the profile shows {hidden:.1%} of communication hidden"
     return shown if hidden <= _HIDDEN else ""
 
 
@@ -159,10 +159,10 @@ BALANCE_TOLERANCE = 0.1
 STEADY_STEPS = 30
 """Steps that each of the two runs must have measured."""
 NOISE = 0.07
-"""By how much equal runs differ in speed, one run each: pairs of the same command on the same machine differed by 2 to 7 % in
+"""Run-to-run spread in speed, one run each: pairs of the same command on the same machine differed by 2 to 7 % in
 tokens/s (``experiments/results/README.md``, ``examples/receipts/README.md``). One pair of runs cannot show a smaller one."""
 NOISE_IN_GRAPHS = 0.03
-"""Likewise of two runs in CUDA graphs: of 52 layers 0.5 % over five on one machine, 2.8 % over five machines
+"""The same in CUDA graphs: of 52 layers 0.5 % over five on one machine, 2.8 % over five machines
 (``experiments/results/README.md``)."""
 STANDARD_ERRORS = 2.0
 """How many standard errors apart two medians must be before the spread of the steps does not explain the difference."""
@@ -189,7 +189,7 @@ _ABSENT: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "indexer": lambda receipt: receipt["model.layers"] is not None and "indexer" in receipt["unknown"],
     "ddp": lambda receipt: "ddp" in receipt["unknown"],
 }
-"""Where a field, or a whole group, is null because the run has no such thing: no data files, no experts, no
+"""When a field, or an entire group, is null because the run has no such thing: no data files, no experts, no
 capacity, no sparse attention, no DistributedDataParallel of Megatron's."""
 _ON_OTHER_LINES = {"moe": ("experts", "topk", "ffn_hidden_size", "shared_ffn_hidden_size"), "dsa": ("topk",)}
 """Of a model's definition, by its parts, what other lines compare."""
@@ -197,31 +197,31 @@ _ON_OTHER_LINES = {"moe": ("experts", "topk", "ffn_hidden_size", "shared_ffn_hid
 
 def _sizes(definition: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's definition without its name and the values that other lines compare."""
-    found = {name: value for name, value in definition.items() if name not in ("name", "pattern", "seq_length")}
+    sizes = {name: value for name, value in definition.items() if name not in ("name", "pattern", "seq_length")}
     for part, names in _ON_OTHER_LINES.items():
-        if isinstance(found.get(part), Mapping):
-            found[part] = {name: value for name, value in found[part].items() if name not in names}
-    return found
+        if isinstance(sizes.get(part), Mapping):
+            sizes[part] = {name: value for name, value in sizes[part].items() if name not in names}
+    return sizes
 
 
 _COMPARED: Mapping[str, Callable[[Any], Any]] = {
     "model.definition": _sizes,
     "backends": lambda rows: {
-        op: sorted({one["observed"] for one in rows if one["op"] == op}) for op in sorted({one["op"] for one in rows})
+        op: sorted({row["observed"] for row in rows if row["op"] == op}) for op in sorted({row["op"] for row in rows})
     },
     "patches": lambda patches: sorted(patch["name"] for patch in patches),
-    "overlap": lambda overlaps: sorted(each["name"] for each in overlaps if each["possible"]),
+    "overlap": lambda overlaps: sorted(overlap["name"] for overlap in overlaps if overlap["possible"]),
 }
-"""The part of a field's value that is compared; for all other fields it is the whole value."""
+"""The part of a field's value to compare; all other fields are compared entirely."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the checklist, or a difference listed beside it.
+    """One line of the checklist, or a difference that is not on it.
 
     Attributes:
-        key: the name for ``--varies``; beside the checklist, the field.
-        question: the line in words; empty beside the checklist.
+        key: the name for ``--varies``; off the checklist, the field.
+        question: the line in words; empty off the checklist.
         values: those of the two receipts.
         same: whether they are the same; None where one of them is not known.
         reason: why it is not known; empty otherwise.
@@ -252,8 +252,8 @@ class Comparison:
         refusals: why there is no claim; empty when there is one.
         claim: the claim in words; None when it is refused.
         tokens_per_s_ratio: the second over the first; None where one is not known.
-        allocated_memory_ratio: likewise of the peaks; None, too, where they are not comparable.
-        noise_floor: the share by which one must be faster than the other before noise does not explain it.
+        allocated_memory_ratio: likewise of the peaks; also None where they are not comparable.
+        noise_floor: the relative difference in speed that noise alone may explain.
         told_from_noise: whether the difference exceeds the noise floor.
         step_times: both medians, their spread, and the origin of the floor, in words.
         dominant: what takes most of a step of each, with its share, and what the card does by itself, in words.
@@ -301,20 +301,20 @@ def compare(
     Args:
         first, second: valid receipts.
         varies: at most one key of :data:`KEYS` that is meant to differ; the claim then says so. Between two topologies,
-            batch is compared per replica and speed per device. A line that is not known refuses the claim all the same.
+            batch is compared per replica and speed per device. An unknown line refuses the claim anyway.
         declared: disqualifiers that both are known to carry; the claim then says so.
         noise: the share by which equal runs differ, by default :data:`NOISE`, or :data:`NOISE_IN_GRAPHS`.
 
     Raises:
-        DataError: ``varies`` or ``declared`` name what does not exist, or is known not to differ; ``noise`` is no share.
+        DataError: ``varies`` or ``declared`` name something unknown or that does not differ; ``noise`` is not a share.
     """
     varies, declared = tuple(dict.fromkeys(varies)), tuple(dict.fromkeys(declared))
     if len(varies) > 1:
         raise DataError(f"--varies was given {' and '.join(varies)}; a claim has one declared difference at most")
-    for option, words, known in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
+    for option, words, choices in (("--varies", varies, KEYS), ("--declare", declared, DISQUALIFIERS)):
         for word in words:
-            if word not in known:
-                raise DataError(f"{option} {word!r} is not known; expected one of {', '.join(known)}")
+            if word not in choices:
+                raise DataError(f"{option} {word!r} is not known; expected one of {', '.join(choices)}")
     if noise is not None and not 0 <= noise < math.inf:
         raise DataError(f"--noise is {100 * noise:g} %; expected 0 or more (run-to-run spread in %)")
     both = flatten(first), flatten(second)
@@ -326,7 +326,7 @@ def compare(
     for line in lines:
         if line.key in varies and line.same:
             raise DataError(f"--varies {line.key}: nothing varies, {line.describe()}; leave it out")
-    carried = [{one["name"]: one["evidence"] for one in values["disqualifiers"]} for values in both]
+    carried = [{row["name"]: row["evidence"] for row in values["disqualifiers"]} for values in both]
     for word in declared:
         if not all(word in names for names in carried):
             raise DataError(f"--declare {word!r}: not both receipts carry it; leave it out")
@@ -340,9 +340,9 @@ def compare(
     differs = None if speed is None else max(speed, 1 / speed) - 1 > floor
     of_speed = f"{rate} not known" if speed is None else f"{speed:.2f}x {rate}"
     if differs is False:
-        of_speed = f"no difference in {rate} that can be told from noise ({speed:.2f}x; floor {_percent(floor)})"
-    if not refusals and not varies and all(one.same is None for one in differences):
-        refusals.append(f"nothing that both receipts know differs: {of_speed}, {of_memory}")
+        of_speed = f"no difference in {rate} beyond noise ({speed:.2f}x; floor {_percent(floor)})"
+    if not refusals and not varies and all(difference.same is None for difference in differences):
+        refusals.append(f"nothing known in both receipts differs: {of_speed}, {of_memory}")
     clauses = [of_speed, of_memory, *(f"varying {key}" for key in varies), *_clauses(differences, both)]
     clauses += [f"both with {name}" for name in declared]
     return Comparison(
@@ -371,21 +371,21 @@ def _of_a_replica(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(key: str, both: _Both) -> Line:
-    """Compare all fields of a line, each by the last part of its path, or by the whole path if two share that."""
+    """Compare all fields of a line, each by the last part of its path, or by the full path if two share that."""
     paths = [field.path for field in FIELDS if field.compare == key]
     lasts = [path.rpartition(".")[2] for path in paths]
     values: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     missing = []
-    for name, receipt, found in zip("AB", both, values, strict=True):
+    for name, receipt, compared in zip("AB", both, values, strict=True):
         for path, last in zip(paths, lasts, strict=True):
-            found[last if lasts.count(last) == 1 else path] = _compared(receipt, path)
+            compared[last if lasts.count(last) == 1 else path] = _compared(receipt, path)
             groups = (path, path.rpartition(".")[0])
             if receipt[path] is None and not any(group in _ABSENT and _ABSENT[group](receipt) for group in groups):
                 missing.append(f"{name} does not know {path}: {why_unknown(path, receipt['unknown'])}")
     same = values[0] == values[1]
     if key == "balance" and values[0]["forced_balance"] == values[1]["forced_balance"]:
-        one, other = (of["max_over_mean"] for of in values)
-        same = same or bool(one and other and abs(one - other) <= BALANCE_TOLERANCE * max(one, other))
+        first, second = (of["max_over_mean"] for of in values)
+        same = same or bool(first and second and abs(first - second) <= BALANCE_TOLERANCE * max(first, second))
     return Line(key, _QUESTIONS[key], values, None if missing else same, "; ".join(missing))
 
 
@@ -399,39 +399,39 @@ def _differences(both: _Both) -> tuple[Line, ...]:
     pairs = {path: [_compared(values, path) for values in both] for path in beside}
     steps = [values["profiler.step_range"] for values in both]
     if None in steps:  # if both were profiled, it does not matter which steps: those are not measured
-        pairs["profile"] = ["none" if of is None else "steps {} to {}".format(*of) for of in steps]
+        pairs["profile"] = ["none" if span is None else "steps {} to {}".format(*span) for span in steps]
     return tuple(
-        Line(name, "", (one, other), None if None in (one, other) else False, f"to {'A' if one is None else 'B'}")
-        for name, (one, other) in pairs.items()
-        if one != other
+        Line(name, "", (a, b), None if None in (a, b) else False, f"to {'A' if a is None else 'B'}")
+        for name, (a, b) in pairs.items()
+        if a != b
     )
 
 
 def _clauses(differences: Sequence[Line], both: _Both) -> list[str]:
     """Word a claim's clauses about other software, and about costly options that only one run had on."""
-    found = []
+    clauses = []
     for line in differences:
         if line.key in _SOFTWARE:
-            found.append(f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key])
+            clauses.append(f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key])
         elif line.key == "experimental_taxes" and line.same is False:
             losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
-            found.append(f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B")
-    return found
+            clauses.append(f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B")
+    return clauses
 
 
 def _own_refusals(name: str, values: Mapping[str, Any]) -> list[str]:
-    """Say why one receipt by itself carries no claim, apart from its disqualifiers."""
-    found = [f"{name} could not be judged for {one['name']}: {one['reason']}" for one in values["unjudged"]]
+    """Say why one receipt by itself supports no claim, apart from its disqualifiers."""
+    refusals = [f"{name} could not be judged for {entry['name']}: {entry['reason']}" for entry in values["unjudged"]]
     if values["status"] != "finished":
-        found.append(f"{name} has not finished: its status is {values['status']}")
-    there, expected = len(values["ranks.found"]), values["ranks.expected"]
-    if there != expected:
-        found.append(f"{name} has the parts of {there} ranks; expected {expected}")
+        refusals.append(f"{name} has not finished: its status is {values['status']}")
+    recorded, expected = len(values["ranks.found"]), values["ranks.expected"]
+    if recorded != expected:
+        refusals.append(f"{name} has facts of {recorded} ranks; expected {expected}")
     if (steps := values["step_time.n"] or 0) < STEADY_STEPS:
-        found.append(f"{name} has {steps} measured steps; expected {STEADY_STEPS} or more")
+        refusals.append(f"{name} has {steps} measured steps; expected {STEADY_STEPS} or more")
     if values["throughput.tokens_per_s"] is None:
-        found.append(f"{name} has no tokens/s: {why_unknown('throughput.tokens_per_s', values['unknown'])}")
-    return found
+        refusals.append(f"{name} has no tokens/s: {why_unknown('throughput.tokens_per_s', values['unknown'])}")
+    return refusals
 
 
 def _ratio(both: _Both, path: str) -> float | None:
@@ -463,8 +463,8 @@ def _noise(both: _Both, noise: float | None) -> tuple[float, str]:
     """
     floor, reason = noise, "as given"
     if floor is None:
-        held = [{one["observed"] for one in values["backends"] or () if one["op"] == "cuda_graph"} for values in both]
-        graphs = held == [{"local"}] * 2  # of every layer
+        impls = [{row["observed"] for row in values["backends"] or () if row["op"] == "cuda_graph"} for values in both]
+        graphs = impls == [{"local"}] * 2  # of every layer
         floor, reason = (NOISE_IN_GRAPHS if graphs else NOISE), f"the run-to-run spread{' in CUDA graphs' * graphs}"
     errors, words = [], []
     for values in both:
@@ -494,10 +494,10 @@ def _percent(share: float) -> str:
     return f"{round(100 * share, 1):g} %"
 
 
-def _differing(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return the entries in which two mappings differ; otherwise both values whole."""
-    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
-        return one, other
-    differ = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-    pairs = {key: _differing(one.get(key), other.get(key)) for key in differ}
+def _differing(first: Any, second: Any) -> tuple[Any, Any]:
+    """Return the entries in which two mappings differ; other values unchanged."""
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        return first, second
+    differ = [key for key in {**first, **second} if first.get(key) != second.get(key)]
+    pairs = {key: _differing(first.get(key), second.get(key)) for key in differ}
     return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}

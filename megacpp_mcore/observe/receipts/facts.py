@@ -1,4 +1,4 @@
-"""The facts of a receipt that a process knows, read from Megatron's live objects once the model is built.
+"""The facts of a receipt that one process can observe, read from Megatron's live objects once the model is built.
 
 A fact that cannot be determined stays unknown, with the reason. The precision plan, the optimizer with the dtypes of its
 states, the routing's settings and the compile policy are as configured; the fields of
@@ -74,30 +74,30 @@ _IN_FP8 = {
     "routed_mlp": "experts", "grouped_mlp": "experts", "mamba3_projection": "Mamba input projections",
     "feed_forward": "MTP feed-forward",
 }  # fmt: skip
-"""What ops with backends called so compute in FP8, by the names in receipts."""
+"""What each op computes in FP8, as named in receipts."""
 _OF_MODEL = ("model", "family", "pattern", "flops", "indexer")
-"""Fields that are unknown where the model's definition is."""
+"""Fields that are unknown if the model's definition is."""
 _KERNELS = {"triton": "*", "inductor": "fxgraph/*/*"}
 """Pattern of one entry per compiled kernel or graph in each cache, as laid out by Triton 3.6 and torch 2.11."""
 
 
 def at_start(launched: LaunchPolicy) -> Facts:
-    """Return what is known before there is a model."""
+    """Return the facts known before the model is built."""
     facts = Facts()
     world_size, local_size = (max(1, int(os.environ.get(name, "1"))) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     facts.put("environment", {name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
-    facts.attempt("versions", lambda found: found.put("versions", host.versions()))
+    facts.attempt("versions", lambda facts: facts.put("versions", host.versions()))
     facts.attempt("commit", _commit)
     facts.put_all("parallelism", {"world_size": world_size, "hosts": max(1, world_size // local_size)})
     facts.put("compile_warmup", COMPILED["warm_up"])
     facts.put_all("compile", {name: COMPILED[name] for name in ("mode", "reason", "precompile")})
     facts.put("experimental_taxes", list(launched.taxes))
-    facts.put("overlap", [dataclasses.asdict(each) for each in launched.overlaps])
+    facts.put("overlap", [dataclasses.asdict(overlap) for overlap in launched.overlaps])
     return facts
 
 
 def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None, loop: Loop) -> Callable[..., None]:
-    """Add to ``facts`` what is known from the arguments of the run that ``loop`` trains, and from the model's chunks.
+    """Add to ``facts`` what the arguments of the run that ``loop`` trains and the model's chunks show.
 
     Returns a function that adds the FLOPs of a step to facts, given the attention pairs of its packed documents.
     """
@@ -106,37 +106,37 @@ def of_model(facts: Facts, chunks: Sequence[Any], settings: PluginConfig | None,
     facts.put("moe_enabled", config.num_moe_experts is not None)
     facts.put("recompute", str(recomputation))
     for path, learn in (
-        # again: only now has a checkout's Megatron been imported
-        ("versions", lambda found: found.put("versions", host.versions())),
-        ("device", lambda found: found.put("device", _device(chunks))),
-        ("parallelism", lambda found: _arguments(found, args, config)),
-        ("data", lambda found: _data(found, args, loop.data_words())),
-        ("precision", lambda found: _precision(found, chunks, config, settings)),
-        ("optimizer", lambda found: _optimizer(found, args)),
-        ("patches", lambda found: found.put("patches", _patches())),
-        ("routing", lambda found: _routing(found, config)),
+        # repeated: a checkout's Megatron has been imported only now
+        ("versions", lambda facts: facts.put("versions", host.versions())),
+        ("device", lambda facts: facts.put("device", _device(chunks))),
+        ("parallelism", lambda facts: _arguments(facts, args, config)),
+        ("data", lambda facts: _data(facts, args, loop.data_words())),
+        ("precision", lambda facts: _precision(facts, chunks, config, settings)),
+        ("optimizer", lambda facts: _optimizer(facts, args)),
+        ("patches", lambda facts: facts.put("patches", _patches())),
+        ("routing", lambda facts: _routing(facts, config)),
     ):
         facts.attempt(path, learn)
     try:
         model = _model(facts, args, config)
     except Exception as error:
         facts.miss(f"{type(error).__name__}: {error}", *_OF_MODEL)
-        return lambda found, pairs: None
+        return lambda facts, pairs: None
     names = {"top_k": "topk", "loss_coefficient": "loss_coeff", "warmup_steps": "warmup_steps"}
     if {"F", "S"} & set(model.roles):
         facts.put_all("indexer", {name: getattr(model.dsa, value) for name, value in names.items()})
     else:
         facts.miss("the model has no sparse attention", "indexer")
 
-    def count(found: Facts, pairs: _Pairs = None) -> None:
-        _flops(found, pairs, model, args, config, recomputation, settings.fp8 if settings else FP8())
+    def count(facts: Facts, pairs: _Pairs = None) -> None:
+        _flops(facts, pairs, model, args, config, recomputation, settings.fp8 if settings else FP8())
 
     facts.attempt("flops", count)
     return count
 
 
 def compiled() -> Callable[[], dict[str, int]]:
-    """Return a function that counts the entries of the caches, where they are now: PyTorch may change the environment."""
+    """Return a function that counts the entries of the caches at their present paths: PyTorch may change the environment."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     folders = {
@@ -150,15 +150,15 @@ def _commit(facts: Facts) -> None:
     head = host.own_git("rev-parse", "HEAD")
     if head is not None and host.own_git("status", "--porcelain", "--untracked-files=no"):
         head += "+changes"
-    reason = f"the package lies in no git checkout and {COMMIT} is not set; its version is {megacpp_mcore.__version__}"
+    reason = f"the package is not in a git checkout and {COMMIT} is not set; its version is {megacpp_mcore.__version__}"
     facts.put("commit", head or os.environ.get(COMMIT) or None, reason)
 
 
 def _patches() -> list[dict[str, Any]]:
     from megacpp_mcore.patches.machinery import registry
 
-    there = [record for record in registry.default().status() if record["state"] != "not applied"]
-    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in there]
+    active = [record for record in registry.default().status() if record["state"] != "not applied"]
+    return [{name: record[name] for name in ("name", "state", "fingerprints")} for record in active]
 
 
 def _arguments(facts: Facts, args: Any, config: Any) -> None:
@@ -177,7 +177,7 @@ def _model(facts: Facts, args: Any, config: Any) -> Model:
     if lowering.preset_of(args.spec) is None:
         facts.put("pattern", getattr(args, "hybrid_layer_pattern", None))
         spec = "no spec" if not args.spec else f"the spec {'.'.join(args.spec)}"
-        raise MegacppError(f"the run has {spec}, none of this package: what it builds is not known here")
+        raise MegacppError(f"the run has {spec}, which is not this package's: what it builds is unknown here")
     model: Model = getattr(config, RUN).model
     facts.put("family", model.name.partition("_")[0].upper())
     facts.put("pattern", model.pattern)
@@ -210,29 +210,29 @@ def _precision(facts: Facts, chunks: Sequence[Any], config: Any, settings: Plugi
     else:
         plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="a precision file of the user")
 
-    def in_fp8(kernels: str) -> precision.PrecisionPlan:  # which refuse what they cannot do
+    def in_fp8(kernels: str) -> precision.PrecisionPlan:  # kernels that refuse what they do not support
         before = "" if plan.kernel_fp8 == "none" else f"; {plan.kernel_fp8}"
         return dataclasses.replace(plan, kernel_fp8=f"{kernels}{before}", dispatch="refuse")
 
     if settings is not None and settings.fp8.recipe is not None:
         plan = in_fp8(settings.fp8.label)
-        mixers = [one for one in FAMILIES.values() if one.is_mixer and one.fp8 in settings.fp8.on]
-        if any(one.recompute in settings.recompute.on for one in mixers):
+        mixers = [family for family in FAMILIES.values() if family.is_mixer and family.fp8 in settings.fp8.on]
+        if any(mixer.recompute in settings.recompute.on for mixer in mixers):
             plan = dataclasses.replace(plan, checkpoint_owner="transformer_engine")
     modules = [module for chunk in chunks for module in chunk.modules()]
-    backends = [one.backend for one in modules if getattr(one, "backend", None) is not None]
-    called = {(one.op, one.observed) for one in backends}
-    # A backend by name runs wherever the op does: in other stages of a pipeline, too.
+    backends = [module.backend for module in modules if getattr(module, "backend", None) is not None]
+    called = {(backend.op, backend.observed) for backend in backends}
+    # A backend requested by name runs wherever the op does, in other pipeline stages too.
     called |= set(settings.backends.items()) if settings is not None else set()
     for name in sorted({f"{_IN_FP8[op]} by {name}" for op, name in called if name.startswith(TRITON_FP8)}):
         plan = in_fp8(name)
     facts.put_all("precision", dataclasses.asdict(plan))
     if plan.kernel_fp8.startswith(("megatron", "a precision file")):
-        facts.put("precision.dispatch", None, "Megatron's own FP8 decides it, and does not say")
+        facts.put("precision.dispatch", None, "Megatron's own FP8 decides it and does not report it")
         facts.put("precision.fp8_layers", None, "Megatron's own FP8 wraps every layer")
         return
-    experts = [one for one in modules if getattr(one, "in_fp8", False) and hasattr(one, "linear_fc1")]
-    facts.put("precision.fp8_layers", sorted(one.layer_number for one in experts if one.layer_number is not None))
+    experts = [module for module in modules if getattr(module, "in_fp8", False) and hasattr(module, "linear_fc1")]
+    facts.put("precision.fp8_layers", sorted(layer.layer_number for layer in experts if layer.layer_number is not None))
 
 
 def _data(facts: Facts, args: Any, data_words: Sequence[str]) -> None:
@@ -259,14 +259,14 @@ def _data(facts: Facts, args: Any, data_words: Sequence[str]) -> None:
         else:
             sums[prefix] = manifest.files[".bin"]["sha256"]
             tokenizers.add(manifest.tokenizer["checksum"])
-    rows = [{"name": Path(one).name, "weight": weight, "sha256": sums[one]} for one, weight in datasets]
+    rows = [{"name": Path(prefix).name, "weight": weight, "sha256": sums[prefix]} for prefix, weight in datasets]
     facts.put("data.datasets", rows)
     if None not in sums.values():
         words = [word for blend in named for word in (blend.flag, *blend.words)]
-        content = [sums.get(word.strip(), word) for word in words]  # weights, and datasets by what is in them
+        content = [sums.get(word.strip(), word) for word in words]  # weights, and datasets by content
         facts.put("data.checksum", hashlib.sha256(json.dumps([content, args.split]).encode()).hexdigest())
-        one = tokenizers.pop() if len(tokenizers) == 1 else None
-        facts.put("tokenizer.checksum", one, "the datasets' manifests do not name one tokenizer")
+        checksum = tokenizers.pop() if len(tokenizers) == 1 else None
+        facts.put("tokenizer.checksum", checksum, "the datasets' manifests do not name one tokenizer")
 
 
 def _routing(facts: Facts, config: Any) -> None:
@@ -287,18 +287,18 @@ def _routing(facts: Facts, config: Any) -> None:
 _Pairs = tuple[int, int, int] | None
 
 
-def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, again: Recomputation, fp8: FP8) -> None:
+def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, how: Recomputation, fp8: FP8) -> None:
     """Add the FLOPs of a step, from which the assembly derives rates; ``pairs`` are those of a step of packed documents."""
     import torch
 
     from megacpp_mcore.arguments.chunks import model_chunks
 
     if pairs is None and (documents := facts.values.get("batch.documents")) != "together":
-        facts.miss(f"documents are {documents}, and how long they were is not recorded", "flops")
+        facts.miss(f"documents are {documents}, and their lengths are not recorded", "flops")
         return
     size: dict[str, Any] = {"seq_length": args.seq_length, "vocab_size": args.padded_vocab_size}
     step = flops.step(model, args.global_batch_size, pairs=pairs, **size)
-    more_step = recomputed(model, step, again, model_chunks(config))
+    more_step = recomputed(model, step, how, model_chunks(config))
     dtype, kernels = facts.values["precision.model_dtype"], facts.values["precision.kernel_fp8"].split("; ")
     plan = precision.PrecisionPlan(model_dtype=dtype, kernel_fp8="experts" if "experts" in kernels else "none")
     inputs = _IN_FP8["mamba3_projection"]
@@ -312,7 +312,7 @@ def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, ag
         "scoped": [number for number in numbers if FAMILIES[model.layers[number - 1]].fp8 in fp8.on],
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }
-    parts, more = (flops_report.by_precision(model, one, plan, **in_fp8) for one in (step, more_step))
+    parts, more = (flops_report.by_precision(model, work, plan, **in_fp8) for work in (step, more_step))
     by_precision = {
         name: {"model_flops": part.total.training, "hardware_flops": part.total.training + more[name].total.training}
         for name, part in parts.items()
@@ -321,20 +321,20 @@ def _flops(facts: Facts, pairs: _Pairs, model: Model, args: Any, config: Any, ag
 
 
 def of_objects(facts: Facts, chunks: Sequence[Any], optimizer: Any) -> None:
-    """Add to ``facts`` what is known from the modules, the optimizer and the gradient buffers of this rank."""
+    """Add to ``facts`` what this rank's modules, optimizer and gradient buffers show."""
     facts.put("backends", built.backends(chunks, optimizer, {record["name"] for record in _patches()}))
     if not all(hasattr(chunk, "buffers") and hasattr(chunk, "expert_parallel_buffers") for chunk in chunks):
-        reason = "something else than Megatron's DistributedDataParallel holds the gradients"
+        reason = "gradients are not held by Megatron's DistributedDataParallel"
         facts.put_all("ddp", {"grad_reduce_dtype": None, "bucket_elements": None}, reason)
         return
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    buckets = [one.grad_data for buffer in buffers for one in buffer.buckets]  # in the order in which they are reduced
-    facts.put("ddp.grad_reduce_dtype", sorted({str(one.dtype).removeprefix("torch.") for one in buckets}))
-    facts.put("ddp.bucket_elements", [one.numel() for one in buckets])
+    grads = [bucket.grad_data for buffer in buffers for bucket in buffer.buckets]  # in reduction order
+    facts.put("ddp.grad_reduce_dtype", sorted({str(grad.dtype).removeprefix("torch.") for grad in grads}))
+    facts.put("ddp.bucket_elements", [grad.numel() for grad in grads])
 
 
 def card(facts: Facts, chunks: Sequence[Any], samples: cards.Samples) -> None:
-    """Add this process's GPU's own rates, and begin to sample its clock and power."""
+    """Add the measured rates of this process's GPU, and start sampling its clock and power."""
     if built.device_type(chunks) != "cuda":
         facts.miss("the device is a CPU", "card")
         return

@@ -37,7 +37,7 @@ from megacpp_mcore.util.schema import wrong
 from megacpp_mcore.util.text import plain, size
 
 SCHEMA = 3
-"""The version of the schema; another number is another schema."""
+"""Version of the receipt's schema."""
 DISQUALIFIERS = (
     "mock data", "forced balance", "capacity drop", "indexer untrained", "warm-up inside the window", "fall-back",
     "NaN skipped", "batch changed", "overlap hid nothing", "overlapping starts",
@@ -45,9 +45,9 @@ DISQUALIFIERS = (
 """Reasons why a run's speed is not the speed of training, in the order in which they are judged."""
 RUNNING = "running"
 RESIDENT = "resident set"
-"""The kind of memory that the CPU lane reports: of the whole process, whatever it holds."""
+"""The kind of memory that the CPU lane reports: that of the entire process."""
 BESIDE = "beside"
-"""``compare`` of a field on no line of a comparison: a difference is named beside the claim."""
+"""``compare`` of a field on no line of a comparison: a difference is listed with the claim."""
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     **{family.group: family.works for family in mixers_first()},
     "dense_ffn": ("dense_ffn", "mtp_projection"),
@@ -69,8 +69,8 @@ class Field:
         path: its keys from the top, joined by dots.
         kind: type of its value when not null.
         meaning: what the value is, with its unit.
-        label: its name for people, on the page, too; empty: it is only in the JSON and the documentation's table.
-        form: how its value is written for people, a key of :data:`FORMS`.
+        label: its label on the console and the page; empty: only in the JSON and the documentation's table.
+        form: how its value is formatted for people, a key of :data:`FORMS`.
         shown: whether ``report show`` prints it.
         compare: the comparison line on which two receipts must agree about it, or :data:`BESIDE`; empty: none.
         always: whether it is never null.
@@ -245,7 +245,7 @@ FIELDS: tuple[Field, ...] = (
     _A("unknown", map_of(TEXT), "why a field, or a group of fields, is null"),
 )  # fmt: skip
 
-BY_PATH: Mapping[str, Field] = {each.path: each for each in FIELDS}
+BY_PATH: Mapping[str, Field] = {spec.path: spec for spec in FIELDS}
 _GROUPS = {path.rpartition(".")[0] for path in BY_PATH} - {""}
 
 
@@ -255,22 +255,22 @@ def validate(receipt: Any, where: str = "receipt") -> None:
     Raises:
         DataError: names the field that violates the schema, its value, and what was expected.
     """
-    found = receipt.get("schema") if isinstance(receipt, dict) else None
-    if found != SCHEMA:
+    schema = receipt.get("schema") if isinstance(receipt, dict) else None
+    if schema != SCHEMA:
         todo = "name the folder of its run, from which it is assembled anew, or read it with the version that wrote it"
-        raise DataError(f"{where} is no receipt: {wrong('schema', found, f'{SCHEMA}: {todo}')}")
+        raise DataError(f"{where} is not a receipt: {wrong('schema', schema, f'{SCHEMA}: {todo}')}")
     values = flatten(receipt)
     problems = [
         f"{path} is {'missing' if path in BY_PATH else 'not a field of a receipt'}"
         for path in sorted(values.keys() ^ BY_PATH.keys())
     ] or [
-        wrong(path, values[path], one.kind.words)
-        for path, one in BY_PATH.items()
-        if (one.always or values[path] is not None) and not one.kind.fits(values[path])
+        wrong(path, values[path], spec.kind.words)
+        for path, spec in BY_PATH.items()
+        if (spec.always or values[path] is not None) and not spec.kind.fits(values[path])
     ]
     if problems:
         todo = "name the folder of its run, from which it is assembled anew, or restore the file"
-        raise DataError(f"{where} is no receipt of schema {SCHEMA}: {problems[0]}; {todo}")
+        raise DataError(f"{where} is not a receipt of schema {SCHEMA}: {problems[0]}; {todo}")
 
 
 def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,49 +278,49 @@ def flatten(receipt: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in receipt.items():
         grouped = name in _GROUPS and isinstance(value, dict)
-        values |= {f"{name}.{inner}": each for inner, each in value.items()} if grouped else {name: value}
+        values |= {f"{name}.{inner}": leaf for inner, leaf in value.items()} if grouped else {name: value}
     return values
 
 
 def why_unknown(path: str, unknown: Mapping[str, str]) -> str | None:
-    """Return the reason that ``unknown`` gives for the field, or for the group that it is in."""
+    """Return the reason that ``unknown`` gives for the field, or for its group."""
     return unknown.get(path) or unknown.get(path.rpartition(".")[0])
 
 
-# --- What is known ----------------------------------------------------------------------------------------------------
+# --- Facts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Facts:
-    """Values by the path of their field, and why the others are not known."""
+    """Values by the path of their field, and why the others are unknown."""
 
     values: dict[str, Any] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
 
     def put(self, path: str, value: Any, reason: str = "") -> None:
-        """Note a value, or why it is null."""
+        """Record a value, or why it is null."""
         self.values[path] = value
         if value is None and reason:
             self.miss(reason, path)
 
     def put_all(self, group: str, values: Mapping[str, Any], reason: str = "") -> None:
-        """Note the values of a group's fields, or why those that are null are null."""
+        """Record the values of a group's fields, or why some are null."""
         for name, value in values.items():
             self.put(f"{group}.{name}", value, reason)
 
     def miss(self, reason: str, *paths: str) -> None:
-        """Note why fields, or whole groups, are not known."""
+        """Record why fields, or entire groups, are unknown."""
         self.unknown |= dict.fromkeys(paths, reason)
 
     def attempt(self, path: str, learn: Callable[[Facts], None]) -> None:
-        """Let ``learn`` fill ``path``; observing must not end a run, so an error becomes the reason for not knowing."""
+        """Let ``learn`` fill ``path``; observing must not end a run, so an error becomes the reason why it is unknown."""
         try:
             learn(self)
         except Exception as error:
             self.miss(f"{type(error).__name__}: {error}", path)
 
     def receipt(self, otherwise: str) -> dict[str, Any]:
-        """Return the receipt of what is known, every field in its order; ``otherwise``: the reason for fields without any."""
+        """Return the receipt with every field in its order; ``otherwise``: the reason for null fields that have none."""
         receipt: dict[str, Any] = {}
         null = [path for path in BY_PATH if self.values.get(path) is None and path != "unknown"]
         unexplained = [path for path in null if why_unknown(path, self.unknown) is None]
@@ -337,7 +337,7 @@ class Facts:
 
 def table() -> str:
     """Return the table of all fields, in Markdown."""
-    rows = (f"| `{one.path}` | {one.kind.words}{'' if one.always else ', or null'} | {one.meaning} |" for one in FIELDS)
+    rows = (f"| `{f.path}` | {f.kind.words}{'' if f.always else ', or null'} | {f.meaning} |" for f in FIELDS)
     return "\n".join(["| field | kind | meaning |", "|---|---|---|", *rows])
 
 
@@ -348,7 +348,7 @@ _OF_THE_RUN = ("loss", "optimizer", "sdpa")
 def spans(layers: Iterable[int | str]) -> str:
     """Write layers as text: ``1-3, 5, mtp``."""
     numbers, words = sorted({layer for layer in layers if isinstance(layer, int)}), []
-    for _, run in itertools.groupby(enumerate(numbers), lambda one: one[1] - one[0]):
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         first, *more = [layer for _, layer in run]
         words.append(f"{first}-{more[-1]}" if more else str(first))
     return ", ".join([*words, *sorted({layer for layer in layers if isinstance(layer, str)})])
@@ -356,24 +356,24 @@ def spans(layers: Iterable[int | str]) -> str:
 
 def layers(spanned: str) -> list[int | str]:
     """Return the layers that :func:`spans` wrote."""
-    found: list[int | str] = []
+    parsed: list[int | str] = []
     for word in spanned.split(", "):
         first, _, last = word.partition("-")
-        found += range(int(first), int(last or first) + 1) if first.isdecimal() else [word]
-    return found
+        parsed += range(int(first), int(last or first) + 1) if first.isdecimal() else [word]
+    return parsed
 
 
 def by_span(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge records of backends by ``layer`` (null: none), in the order of the layers, where those of several are equal."""
-    found: dict[str, tuple[Mapping[str, Any], list[int | str]]] = {}
+    merged: dict[str, tuple[Mapping[str, Any], list[int | str]]] = {}
     at = {None: math.inf}
-    records = {id(one): one for one in records}.values()  # ranks share equal ones
-    for one in sorted(records, key=lambda one: (at.get(one["layer"], one["layer"]), one["op"], one["observed"])):
-        layer = ("run" if one["op"] in _OF_THE_RUN else "mtp") if one["layer"] is None else one["layer"]
-        found.setdefault(json.dumps({**one, "layer": None}), (one, []))[1].append(layer)
+    records = {id(backend): backend for backend in records}.values()  # ranks share equal ones
+    for backend in sorted(records, key=lambda row: (at.get(row["layer"], row["layer"]), row["op"], row["observed"])):
+        layer = ("run" if backend["op"] in _OF_THE_RUN else "mtp") if backend["layer"] is None else backend["layer"]
+        merged.setdefault(json.dumps({**backend, "layer": None}), (backend, []))[1].append(layer)
     return [
-        {"layers" if key == "layer" else key: value for key, value in one.items()} | {"layers": spans(of)}
-        for one, of in found.values()
+        {"layers" if key == "layer" else key: value for key, value in backend.items()} | {"layers": spans(labels)}
+        for backend, labels in merged.values()
     ]
 
 
@@ -383,11 +383,11 @@ def is_off(backend: Mapping[str, Any]) -> bool:
 
 
 def _shown(records: Sequence[Mapping[str, Any]]) -> str:
-    """Put backends in words, whatever the reasons."""
-    of: dict[tuple[str, str, str], list[int | str]] = {}
-    for one in records:
-        of.setdefault((one["op"], one["requested"], one["observed"]), []).extend(layers(one["layers"]))
-    words = [f"{op} {requested} → {observed} ({spans(on)})" for (op, requested, observed), on in sorted(of.items())]
+    """Describe backends, without their reasons."""
+    ops: dict[tuple[str, str, str], list[int | str]] = {}
+    for row in records:
+        ops.setdefault((row["op"], row["requested"], row["observed"]), []).extend(layers(row["layers"]))
+    words = [f"{op} {requested} → {observed} ({spans(on)})" for (op, requested, observed), on in sorted(ops.items())]
     return ", ".join(words) or "none of this package"
 
 
@@ -401,10 +401,10 @@ FORMS: Mapping[str, Callable[[Any], str]] = {
     "loss": lambda value: f"{value:.4f}",
     "hash": lambda text: text[:12] + text[40:48] if "+" in text else text[:12],
     "goodput": lambda record: f"{record['goodput']:.1%}",
-    "names": lambda records: ", ".join(one["name"] for one in records) or "none",
+    "names": lambda records: ", ".join(entry["name"] for entry in records) or "none",
     "backends": _shown,
 }
-"""How a value is written for people, by name."""
+"""How to format a value for people, by name."""
 
 
 def in_words(values: Mapping[str, Any], one: Field) -> str | None:
@@ -414,8 +414,8 @@ def in_words(values: Mapping[str, Any], one: Field) -> str | None:
 
 
 def labelled(values: Mapping[str, Any], *, shown: bool = False) -> list[tuple[str, Field]]:
-    """Return label and field of everything for people, or of what a command shows; a resident set is one figure, not two."""
-    labels = {each.path: each.label for each in FIELDS if each.label and (each.shown or not shown)}
+    """Return label and field of all labelled fields, or of those ``shown``; a resident set is one figure, not two."""
+    labels = {spec.path: spec.label for spec in FIELDS if spec.label and (spec.shown or not shown)}
     if values["memory.kind"] == RESIDENT:
         labels |= {"memory.allocated_peak_bytes": "peak resident set"}
         labels.pop("memory.reserved_peak_bytes", None)

@@ -1,4 +1,4 @@
-"""A run's receipt while it trains: every rank writes what it knows to its log, and rank 0 assembles the receipt at the end.
+"""A run's receipt while it trains: every rank logs its facts, and rank 0 assembles the receipt at the end.
 
 Nothing is exchanged between ranks. No torch at import.
 """
@@ -30,9 +30,9 @@ from megacpp_mcore.util.card import Samples
 logger = logging.getLogger(__name__)
 
 _RARELY = 1 / 20
-"""The share of a run between two writings of its facts: that much of them a killed run loses, and files stay short."""
+"""Interval between two writes of the facts, as a share of the run so far: a killed run loses that much; files stay short."""
 PATIENCE_S = 5.0
-"""How long rank 0 waits at the end for the other ranks' last lines, so that the receipt does not call them running."""
+"""How long rank 0 waits at the end for the other ranks' last lines, so that the receipt does not report them as running."""
 
 
 class ReceiptWriter(Listener):
@@ -43,7 +43,7 @@ class ReceiptWriter(Listener):
     Args:
         settings: the file that ``MEGACPP_CONFIG`` names, where the run's spec is one of ours.
         routes, indices: listeners that read the device; this one takes their last reading.
-        every_s: least number of seconds between two writings, as a file system may be slow and must not be felt.
+        every_s: minimum seconds between two writes, so that a slow file system does not slow training.
     """
 
     def __init__(
@@ -61,45 +61,45 @@ class ReceiptWriter(Listener):
         self._settings, self.routes, self.indices, self.loop = settings, routes, indices, loop
         self._written = -math.inf
         self._known: dict[str, Any] = {}
-        """What was written last of what changes."""
+        """The last written values of facts that change."""
         self.facts = of_run.at_start(launched)
-        """What is known of the run by field, and why other fields are not known."""
+        """Known fields of the run, and why the others are unknown."""
         self._samples, self._steps = Samples(), 0
         self._chunks: Sequence[Any] = ()
-        self._count: Callable[[Facts, tuple[int, ...]], None] = lambda found, pairs: None
+        self._count: Callable[[Facts, tuple[int, ...]], None] = lambda facts, pairs: None
         self._pairs = [0, 0, 0, 0]
         """Attention pairs of packed documents (causal, kept by top-k, in a window), and the steps that had them."""
         self._failed: list[str] = []
         # Entries in this host's caches before anything of this run, its warm-up included, compiles.
         self._compiled = of_run.compiled() if os.environ.get("LOCAL_RANK", "0") == "0" else None
         self._caches = self._compiled() if self._compiled is not None else {}
-        observed.forget()  # those of an earlier run in this process
+        observed.forget()  # observations of an earlier run in this process
         self._write_facts()
 
     def on_model(self, chunks: Sequence[Any], optimizer: Any) -> None:
         """Collect and write what the model and Megatron's arguments show."""
         self._chunks = chunks
 
-        def learn(found: Facts) -> None:
-            self._count = of_run.of_model(found, chunks, self._settings, self.loop)
+        def learn(facts: Facts) -> None:
+            self._count = of_run.of_model(facts, chunks, self._settings, self.loop)
 
         self.facts.attempt("model", learn)
-        self.facts.attempt("backends", lambda found: of_run.of_objects(found, chunks, optimizer))
-        self.facts.attempt("card", lambda found: of_run.card(found, chunks, self._samples))
+        self.facts.attempt("backends", lambda facts: of_run.of_objects(facts, chunks, optimizer))
+        self.facts.attempt("card", lambda facts: of_run.card(facts, chunks, self._samples))
         self._write_facts()
 
     def on_step(self, step: Step) -> None:
-        """Write what changes, if it is due: after the first step, when this start has something to lose, later more rarely."""
+        """Write what changes, if it is due: after the first step, then less and less often."""
         self._steps += 1
         if self._steps == WARM_UP_STEPS:  # the window begins
             self._log.on_beat = self._samples.take
         if (pairs := packed_pairs()) is not None:
-            self._pairs = [one + more for one, more in zip(self._pairs, (*pairs, 1), strict=True)]
+            self._pairs = [total + more for total, more in zip(self._pairs, (*pairs, 1), strict=True)]
         if time.monotonic() - self._written >= max(self._every_s, _RARELY * self._log.clock.age_ns() / 1e9):
             self._write()
 
     def on_failure(self, what: str) -> None:
-        """Note the failure, so that missing data is not taken for an absence of events."""
+        """Record the failure, so that missing data is not taken for an absence of events."""
         self._failed.append(what)
         self._log.write(facts={"failed": self._failed})
 
@@ -126,7 +126,7 @@ class ReceiptWriter(Listener):
         """Write what has changed since the model was built: memory, the experts' tokens, and what patches run."""
         self._written = time.monotonic()
         # Patches note what they do only when they run, and graphs hold something only once captured.
-        known: dict[str, Any] = {
+        current: dict[str, Any] = {
             "noted": [*observed.notes(), *built.graphs(self._chunks)],
             "routing": self.routes.record(),
             "indexer.overlap": dict(self.indices.by_pair),
@@ -134,29 +134,29 @@ class ReceiptWriter(Listener):
         }
         *pairs, steps = self._pairs
         if steps:
-            self.facts.attempt("flops", lambda found: self._count(found, tuple(number // steps for number in pairs)))
-            known["flops"] = self.facts.values.get("flops")
+            self.facts.attempt("flops", lambda facts: self._count(facts, tuple(number // steps for number in pairs)))
+            current["flops"] = self.facts.values.get("flops")
         if self._chunks:
             try:
-                known |= of_run.memory(self._chunks)
-            except Exception as error:  # after another error the device may not answer; the last peaks stay
-                self._failed.append(f"the peaks of the memory are those of an earlier reading: {error!r}"[:500])
-                known["failed"] = [*self._failed]
-            known |= of_run.fp8()
-        changed = {name: value for name, value in known.items() if self._known.get(name) != value}
+                current |= of_run.memory(self._chunks)
+            except Exception as error:  # after another error the device may not answer; keep the last peaks
+                self._failed.append(f"the memory peaks are from an earlier reading: {error!r}"[:500])
+                current["failed"] = [*self._failed]
+            current |= of_run.fp8()
+        changed = {name: value for name, value in current.items() if self._known.get(name) != value}
         self._known |= changed
         self._log.write(facts=changed)
 
 
 def _await(files: Iterable[Path]) -> None:
-    """Give the other ranks a few seconds to write how they ended; a rank without a file here is not waited for."""
+    """Wait a few seconds for the other ranks to write how they ended; ranks without a file here are skipped."""
     until, waiting = time.monotonic() + PATIENCE_S, [file for file in files if file.is_file()]
     while time.monotonic() < until and (waiting := [file for file in waiting if not _has_ended(file)]):
         time.sleep(0.05)
 
 
 def _has_ended(file: Path) -> bool:
-    """Return whether a rank has written all that it will; heartbeats may follow."""
+    """Return whether a rank has finished writing; only heartbeats may follow."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - 2**12))
         return b'"recorded": true' in stream.read()

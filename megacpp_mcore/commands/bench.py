@@ -21,10 +21,10 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
     inner = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     listing = inner.add_parser("list", help="the benchmarks, with the sizes of each")
-    listing.add_argument("--size", choices=SIZES, default=FULL, help="whose sizes are shown (default: full)")
+    listing.add_argument("--size", choices=SIZES, default=FULL, help="which sizes to show (default: full)")
     runner = inner.add_parser("run", help="check, time, and write rows")
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"benchmarks, or kinds: {', '.join(KINDS)}")
-    runner.add_argument("--all", action="store_true", help="every one")
+    runner.add_argument("--all", action="store_true", help="run every benchmark")
     runner.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     runner.add_argument("--size", choices=SIZES, default=FULL, help="full: the width of nam56r; tiny: for a dry run")
     sizes = "other sizes of one benchmark (see `bench list`)"
@@ -35,11 +35,11 @@ def add_parser(subparsers: Any) -> None:
     slowdown = "the slowdown that is not a regression (default: 0.1)"
     runner.add_argument("--tolerance", type=flags.not_negative, default=0.1, help=slowdown)
     runner.add_argument("--without", nargs="+", default=[], metavar="PEER", help="skip peers whose names contain this")
-    runner.add_argument("--seconds", type=flags.not_negative, default=1.0, help="for one figure (default: 1)")
+    runner.add_argument("--seconds", type=flags.not_negative, default=1.0, help="per figure (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``bench``; 1 if parity failed, or something got slower."""
+    """Run ``bench``; return 1 if parity failed or something got slower."""
     if args.bench_command == "list":
         print(listed(args.size))
         return 0
@@ -58,19 +58,19 @@ def run(args: argparse.Namespace) -> int:
     output = csv_table.Table(args.output) if args.output else None
     rows, failures = [], []
     with measure.one_process(args.device):
-        for one in chosen:
+        for benchmark in chosen:
             try:
-                made = measure.run(one, options[one.name], say)
+                measured = measure.run(benchmark, options[benchmark.name], say)
             except MegacppError:
                 raise
             except Exception as error:  # the other benchmarks of a long run still count
                 traceback.print_exc()
-                failures.append(f"{one.name}: it could not be run: {type(error).__name__}: {error}")
+                failures.append(f"{benchmark.name}: failed to run: {type(error).__name__}: {error}")
                 continue
-            rows += made.rows
-            failures += made.failures
+            rows += measured.rows
+            failures += measured.failures
             if output is not None:
-                output.append(*made.rows)
+                output.append(*measured.rows)
     named = {row["variant"] for row in rows}
     failures += [
         f"--without {word}: unknown variant; choose from {', '.join(sorted(named))}"
@@ -90,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def listed(size: str) -> str:
     """List every benchmark: name, kind, what it covers, and sizes."""
-    rows = [
-        (one.name, one.kind, one.title, csv_table.shape_text(one.shapes[size])) for one in catalog.BENCHMARKS.values()
-    ]
+    rows = [(b.name, b.kind, b.title, csv_table.shape_text(b.shapes[size])) for b in catalog.BENCHMARKS.values()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(3)), row[3]]) for row in rows)
 
@@ -108,12 +106,12 @@ def _options(chosen: list[Benchmark], args: argparse.Namespace) -> dict[str, Opt
             raise BenchmarkError(f"--set takes KEY=N with a whole number, found {word!r}")
         changes[name] = int(value)
     return {
-        one.name: Options(
+        benchmark.name: Options(
             device=args.device,
             dtype=args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
-            shape=one.shape(args.size, changes),
+            shape=benchmark.shape(args.size, changes),
             seconds=args.seconds,
             without=tuple(args.without),
         )
-        for one in chosen
+        for benchmark in chosen
     }

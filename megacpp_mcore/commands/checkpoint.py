@@ -26,23 +26,23 @@ def add_parser(subparsers: Any) -> None:
     target = schedule.add_mutually_exclusive_group(required=True)
     target.add_argument("--schedule", help="one of - W F S for each A layer, tiled: -FSFF")
     target.add_argument(
-        "--to", metavar="MODEL", help="the model to go on with: a preset such as nam56r_long, or a settings file"
+        "--to", metavar="MODEL", help="the model to continue as: a preset such as nam56r_long, or a settings file"
     )
     words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
     export = actions.add_parser("export", help=words, description=words)
     export.add_argument("old", metavar="CHECKPOINT", help=old)
     export.add_argument("new", metavar="FOLDER", help="a folder that does not exist yet")
-    export.add_argument("--tokenizer", metavar="FOLDER", help="a Hugging Face tokenizer; without it, that of bytes")
-    most = "of a file at most (default: 4000000000)"
+    export.add_argument("--tokenizer", metavar="FOLDER", help="a Hugging Face tokenizer (default: bytes)")
+    most = "maximum size of a file (default: 4000000000)"
     export.add_argument("--shard-bytes", type=positive, default=4 * 10**9, metavar="N", help=most)
     words = (
-        "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer begins anew"
+        "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer starts fresh"
     )
     load = actions.add_parser("import", help=words, description=words)
     load.add_argument("old", metavar="FOLDER", help="an exported folder, or what save_pretrained wrote")
     load.add_argument("new", metavar="CHECKPOINT", help="a folder that does not exist yet, for --load")
-    for one in (export, load):
-        one.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
+    for sub in (export, load):
+        sub.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
 
 
 _MAY_CHANGE = (
@@ -52,7 +52,7 @@ _MAY_CHANGE = (
 
 
 def _check_fits(old: Model, new: Model) -> None:
-    """Refuse to continue the training of ``old`` as ``new`` where it would be of another model, of the same tensors or not."""
+    """Refuse to continue training ``old`` as ``new`` if they are different models, even with the same tensors."""
     from megacpp_mcore.errors import CheckpointError
 
     before, after = (_values(dataclasses.asdict(model)) for model in (old, new))
@@ -66,14 +66,14 @@ def _check_fits(old: Model, new: Model) -> None:
 
 def _values(record: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a definition by name, those of its parts as ``part.name``."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in record.items():
-        found |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        flat |= {f"{name}.{inner}": leaf for inner, leaf in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``checkpoint``; returns the exit status."""
+    """Run ``checkpoint`` and return the exit status."""
     from megacpp_mcore.commands.recipe import chosen_model
 
     old, new, model = Path(args.old), Path(args.new), chosen_model(args.model)[0]

@@ -23,7 +23,7 @@ from megacpp_mcore.util.nearest import suggestion
 USER_ERROR = 2
 INTERRUPTED = 130
 _LAUNCHES = ("launch", "advise", "sample", "score")
-"""Commands that run Megatron; what follows their first ``--`` is for it."""
+"""Commands that run Megatron; what follows their first ``--`` is passed to it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _without_others() -> Iterator[None]:
-    """Silence warnings of other packages, mostly raised on import: they are not about the command."""
+    """Silence other packages' warnings, mostly raised on import: they do not concern the command."""
     torch = logging.getLogger("torch.utils.cpp_extension")  # logs that there is a CUDA toolkit and no GPU
     level = torch.level
     with warnings.catch_warnings(action="ignore"):
@@ -106,8 +106,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
     """List the options of a command and of all below it."""
-    below = (one.choices.values() for one in parser._actions if isinstance(one, argparse._SubParsersAction))
-    return [*parser._option_string_actions, *(name for found in below for each in found for name in _options(each))]
+    below = (action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return [*parser._option_string_actions, *(name for group in below for sub in group for name in _options(sub))]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +133,7 @@ def _add_launch(subparsers: Any) -> None:
         "-- [script.py] ARGUMENTS",
     )
     parser.add_argument(
-        "--device", choices=launch_plan.DEVICES, default="auto", help="auto takes the CPU when there is no GPU"
+        "--device", choices=launch_plan.DEVICES, default="auto", help="auto uses the CPU when there is no GPU"
     )
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument(
@@ -141,7 +141,7 @@ def _add_launch(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="PACKAGE",
-        help=f"a package that --spec may import from, besides {' and '.join(launch_plan.ALLOWED_SPEC_PREFIXES)}",
+        help=f"a package that --spec may import from, in addition to {' and '.join(launch_plan.ALLOWED_SPEC_PREFIXES)}",
     )
     parser.add_argument(
         "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"

@@ -17,14 +17,14 @@ STEPS = 3
 TIMEOUT = 600
 """Seconds for the steps of one model class."""
 TOLERANCE = 1e-3
-"""Relative; of a figure that rounds otherwise on another CPU. Another model is further off."""
+"""Relative: rounding differs between CPUs by less; a different model is further off."""
 FIGURES = {
     "lm loss": (6.097632, 6.098476, 5.491178),
     "mtp_1 loss": (6.080987, 6.092325, 5.829654),
     "indexer loss": (1.498690e-4, 1.581253e-4, 1.432061e-4),
     "grad norm": (1.400721, 1.383224, 1.304774),
 }
-"""What nam56r_tiny trains on Megatron's mock data, step by step; of 0.19.2, with either model class."""
+"""Figures of nam56r_tiny on Megatron's mock data, step by step, with 0.19.2 and either model class."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison; returns the exit status."""
+    """Print the comparison and return the exit status."""
     from megacpp_mcore.patches.machinery import drift
     from megacpp_mcore.patches.machinery.checkout import Checkout
 
@@ -69,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trained(root: Path, model_class: str) -> list[str]:
-    """Train with the Megatron in ``root``; returns what is not as recorded, or how the run ended."""
+    """Train with the Megatron in ``root``; returns which figures differ from those recorded, or how the run ended."""
     steps, problems = trial.train(STEPS, timeout_s=TIMEOUT, model_class=model_class, first_on_path=[str(root)])
     return problems or [
-        f"{name} of step {number} is {found.get(name)}, expected {expected}"
+        f"{name} of step {number} is {figures.get(name)}, expected {expected}"
         for name, values in FIGURES.items()
-        for number, (found, expected) in enumerate(zip(steps, values, strict=True), 1)
-        if not math.isclose(found.get(name, math.nan), expected, rel_tol=TOLERANCE)
+        for number, (figures, expected) in enumerate(zip(steps, values, strict=True), 1)
+        if not math.isclose(figures.get(name, math.nan), expected, rel_tol=TOLERANCE)
     ]
 
 
@@ -101,8 +101,8 @@ def _text(report: dict[str, Any]) -> Iterator[str]:
     yield f"imported by name: {symbols['known']}, with another body {bodies}"
     yield from (f"  {row['symbol']}: {_change(row)} ({', '.join(row['files'])})" for row in changed)
     for name in ("flags", "fields"):
-        found = report[name]
-        yield f"{name} used: {found['known']}, gone: {', '.join(found['gone']) or 'none'}"
+        usage = report[name]
+        yield f"{name} used: {usage['known']}, gone: {', '.join(usage['gone']) or 'none'}"
     for model_class, problems in report["runs"].items():
         yield f"{STEPS} steps of {model_class}: {'as recorded' if not problems else 'not as recorded'}"
         yield from (f"  {problem}" for problem in problems)
@@ -119,5 +119,5 @@ def _fingerprints(report: dict[str, Any]) -> Iterator[str]:
     for patch in report["patches"]:
         for target in (target for target in patch["targets"] if target["state"] != "equal"):
             yield f"# {patch['name']}, {target['target']}: {_change(target)}"
-            yield "\n".join(["(", *(f'    "{one}",' for one in target["fingerprints"]), "),"])
+            yield "\n".join(["(", *(f'    "{fingerprint}",' for fingerprint in target["fingerprints"]), "),"])
     yield f"# megatron-core {report['megatron_core']}: {report['verdict']}"

@@ -17,12 +17,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="data_action", required=True, metavar="ACTION")
     prepare = actions.add_parser("prepare", help="tokenize text files into Megatron's .bin and .idx")
     tokenizer = actions.add_parser("tokenizer", help="train a byte-level BPE on text files")
-    for one in (prepare, tokenizer):
-        one.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, or folders to search")
+    for action in (prepare, tokenizer):
+        action.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, or folders to search")
         names = "names to take from folders instead of text, JSON lines, Parquet"
-        one.add_argument("--glob", action="append", default=[], help=names)
+        action.add_argument("--glob", action="append", default=[], help=names)
         key = "key of the text in JSON lines, or column of Parquet (default: text)"
-        one.add_argument("--json-key", default="text", metavar="KEY", help=key)
+        action.add_argument("--json-key", default="text", metavar="KEY", help=key)
     tokenizer.add_argument("--output", required=True, metavar="DIR", help="a folder that does not exist yet")
     tokenizer.add_argument("--vocab-size", type=int, default=32768, help="number of ids (default: 32768)")
     add = prepare.add_argument
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``data``; returns the exit status.
+    """Run ``data`` and return the exit status.
 
     Raises:
         DataError: it cannot be done; the message says why.
@@ -86,8 +86,8 @@ def _prepare(args: argparse.Namespace) -> int:
 def _tokenizer(args: argparse.Namespace) -> int:
     from megacpp_mcore.data.tokenizer import train
 
-    made = train(args.inputs, args.output, args.vocab_size, globs=args.glob, json_key=args.json_key)
-    print(f"{args.output}: {made.vocab_size} ids; {made.eod_id} ends a document")
+    trained = train(args.inputs, args.output, args.vocab_size, globs=args.glob, json_key=args.json_key)
+    print(f"{args.output}: {trained.vocab_size} ids; {trained.eod_id} ends a document")
     _print_flags(args.output)
     return 0
 

@@ -1,8 +1,8 @@
 """The command ``megacpp-mcore doctor``: checks which optional components are installed, work, and are genuine.
 
-Every package that is found is really imported, in a process of its own with a time limit, so that one that crashes,
-hangs or ends its process is a line in the report and not the end of it. If all that training needs works, one step is trained.
-Imports no torch itself.
+Every installed package is actually imported, in a process of its own with a time limit, so that one that crashes, hangs or
+exits becomes a line in the report instead of ending it. If everything that training needs works, one step is trained.
+Does not import torch itself.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megacpp_mcore.util import host, te_imports
 
 WORKS, OFF, ABSENT, BROKEN, IMPOSTOR = "works", "off", "absent", "broken", "impostor"
 TIME_LIMIT_S = 180.0
-"""Of a package."""
+"""For each package."""
 STEP_LIMIT_S = {"cpu": 600.0, "cuda": 3600.0}
-"""Of the step: where nothing is cached, Triton compiles the kernels of a model on one core after another."""
+"""For the training step: with cold caches, Triton compiles a model's kernels one after another on one core."""
 REPORT_EVERY_S = 30.0
 STEP = "training step"
-"""Name of the finding about the step that is trained."""
+"""Name of the finding about the training step."""
 
-_CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: one environment for each"
+_CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: use separate environments"
 _TOKENIZER = (
     "Megatron's HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]` (other tokenizers do without)"
 )
@@ -63,9 +63,9 @@ class Component:
         distributions: names it may be installed under, for the version of one that does not import; by default its own.
         versions: the supported range, where there is one.
         blocks: whether training fails when it is installed and does not work, although it is optional.
-        advice: what to do then.
-        if_absent: what is unavailable without it, and how to get it, where that is worth a line.
-        genuine: a folder that the genuine package has, and another package of that name has not.
+        advice: what to do in that case.
+        if_absent: what is unavailable without it and how to get it; empty if not worth a line.
+        genuine: a folder that the genuine package has, unlike another package of that name.
         impostor: what that other package is, and what to do.
         vendor: its name under ``vendors`` in the file of ``MEGACPP_CONFIG``, which may switch it off.
     """
@@ -126,9 +126,9 @@ _TRITON = """
 import triton
 from megacpp_mcore.backends import probes
 version = triton.__version__
-details["note"] = (known := probes.known_triton()).reason
-if not known.ok:
-    raise SystemExit(known.reason)
+details["note"] = (answer := probes.known_triton()).reason
+if not answer.ok:
+    raise SystemExit(answer.reason)
 """
 _ENGINE = """
 import torch
@@ -142,8 +142,8 @@ from transformer_engine.pytorch import utils
 numbers = divmod(torch.backends.cudnn.version() or 0, 10000)
 own, other = (numbers[0], *divmod(numbers[1], 100)), tuple(utils.get_cudnn_version())
 if torch.version.cuda and own != other:
-    details["note"] = (f"it has found cuDNN {other}, torch has {own}: its attention may run unfused; a launch sets "
-                       f"CUDNN_HOME={folder or 'the folder of that'}, set it where you start a script yourself")
+    details["note"] = (f"it loaded cuDNN {other}, torch uses {own}: its attention may run unfused; a launch sets "
+                       f"CUDNN_HOME={folder or 'its folder'}; set it if you start a script yourself")
 """
 
 # Importing does not prove that vendors' kernels work: on a GPU one call is run, and compared with plain PyTorch.
@@ -152,26 +152,26 @@ import torch, deep_gemm
 from megacpp_mcore.ops.grouped_fp8 import deep_gemm as adapter
 version = getattr(deep_gemm, "__version__", None)
 details["deep_gemm"] = adapter.record()
-found = adapter.probe()
-if torch.cuda.is_available() and not found.ok:
-    raise SystemExit(found.reason + "; no backend that auto takes needs it")
+answer = adapter.probe()
+if torch.cuda.is_available() and not answer.ok:
+    raise SystemExit(answer.reason + "; no backend that auto takes needs it")
 """
 _FLASH4 = """
 import torch
 from megacpp_mcore.ops.mla import flash4
 from megacpp_mcore.util import te_imports
-found = flash4.probe()
-if torch.cuda.is_available() and not found.ok:
-    raise SystemExit(found.reason)
+answer = flash4.probe()
+if torch.cuda.is_available() and not answer.ok:
+    raise SystemExit(answer.reason)
 if torch.cuda.is_available() and te_imports.available().ok and not (engine := flash4.probe_engine()).ok:
-    raise SystemExit(f"{engine.reason}, which takes this package by itself: set NVTE_FLASH_ATTN_V4=0")
+    raise SystemExit(f"{engine.reason}, which picks this package up automatically: set NVTE_FLASH_ATTN_V4=0")
 """
 _REDUCED = """
 import torch
 from megacpp_mcore.ops.linear_cross_entropy import reduced
-found = reduced.probe({name!r})
-if torch.cuda.is_available() and not found.ok:
-    raise SystemExit(found.reason)
+answer = reduced.probe({name!r})
+if torch.cuda.is_available() and not answer.ok:
+    raise SystemExit(answer.reason)
 """
 
 # Imported as the recipes do: that reports which of Bridge's many conditions is not met.
@@ -236,9 +236,9 @@ def examine(components: Sequence[Component] = COMPONENTS, time_limit_s: float = 
 
 
 def _examine(component: Component, time_limit_s: float) -> Finding:
-    """Examine a component; some also obey a switch, of the environment or the file. An invalid variable is refused."""
+    """Examine a component; a variable or the settings file may switch some off. An invalid variable is refused."""
     finding = _find_and_try(component, time_limit_s)
-    print(f"examined {component.name}", file=sys.stderr, flush=True)  # a sign of life: each takes seconds
+    print(f"examined {component.name}", file=sys.stderr, flush=True)  # progress: each takes seconds
     if (
         component.vendor
         and not (switch := vendor_switches.allowed(component.vendor)).ok
@@ -249,34 +249,34 @@ def _examine(component: Component, time_limit_s: float) -> Finding:
         reason = te_disabled() if component.module == TRANSFORMER_ENGINE else ""
     except BackendError as error:
         return replace(finding, reason="; ".join(filter(None, (str(error), finding.reason))), blocks=True)
-    if not reason or finding.state != WORKS:  # a broken one stays so, as Megatron imports it all the same
+    if not reason or finding.state != WORKS:  # a broken one stays broken: Megatron imports it anyway
         return finding
     return replace(finding, state=OFF, reason=f"{reason}: layers are built from Megatron's local classes")
 
 
 def _find_and_try(component: Component, time_limit_s: float) -> Finding:
-    found = partial(Finding, component.name)
+    finding = partial(Finding, component.name)
     installed = next(filter(None, map(host.version, component.distributions or (component.name,))), None)
     try:
-        place = _find(component.module)
+        folders = _find(component.module)
     except (Exception, SystemExit) as error:  # from the parent package, which has to be imported for this
-        reason = f"{component.module} cannot be looked for ({type(error).__name__}: {error})"
-        return found(BROKEN, installed, reason, component.is_needed)
-    if place is None:
+        reason = f"{component.module} cannot be located ({type(error).__name__}: {error})"
+        return finding(BROKEN, installed, reason, component.is_needed)
+    if folders is None:
         reason = f"install {component.name}{component.versions}" if component.required else component.if_absent
-        return found(ABSENT, None, reason, component.required)
-    if component.genuine and not any((folder / component.genuine).is_dir() for folder in place):
-        return found(IMPOSTOR, installed, f"{place[0]} is {component.impostor}", component.module == "apex")
+        return finding(ABSENT, None, reason, component.required)
+    if component.genuine and not any((folder / component.genuine).is_dir() for folder in folders):
+        return finding(IMPOSTOR, installed, f"{folders[0]} is {component.impostor}", component.module == "apex")
     version, details, problem = _try(component.probe or _PLAIN.format(module=component.module), time_limit_s)
     version = version or installed
     if not problem and component.versions and not _in_range(version, component.versions):
-        # Megatron of another version is good if the patches find the sources that they were written for.
+        # Another Megatron version is fine if the patches match its sources.
         problem = f"{component.name}{component.versions} is needed"
         problem = _megatron()[1] if component.module == "megatron.core" else problem
     if not problem:
-        return found(WORKS, version, details.pop("note", ""), details=details)
+        return finding(WORKS, version, details.pop("note", ""), details=details)
     reason = f"{problem}; {component.advice}" if component.advice else problem
-    return found(BROKEN, version, reason, component.is_needed, details)
+    return finding(BROKEN, version, reason, component.is_needed, details)
 
 
 def _find(module: str) -> list[Path] | None:
@@ -307,7 +307,7 @@ def _try(probe: str, time_limit_s: float) -> tuple[str | None, dict[str, Any], s
             answers = json.loads(answer.read_bytes())
             return answers["version"], answers["details"], ""
         except (OSError, ValueError, LookupError, TypeError):  # no answer was written, or only part of one
-            return None, {}, "it ended its process with status 0 while it was being tried"
+            return None, {}, "it exited with status 0 during the check"
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
@@ -353,7 +353,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     backends = "list the backends of every op: what each covers, and whether it runs here"
     parser.add_argument("--backends", action="store_true", help=backends)
-    untried = "train no step of nam56r_tiny (seconds on a CPU; on a GPU its kernels are compiled first)"
+    untried = "skip the training step of nam56r_tiny (seconds on a CPU; on a GPU its kernels are compiled first)"
     parser.add_argument("--no-step", action="store_false", dest="step", help=untried)
     limits = f"{TIME_LIMIT_S:g}, and {STEP_LIMIT_S['cpu']:g} on a CPU or {STEP_LIMIT_S['cuda']:g} on a GPU"
     slow = f"seconds one package may take to import, and the step to be trained (default: {limits})"
@@ -361,7 +361,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _megatron(folder: str | None = None) -> tuple[str | None, str]:
-    """Return the version of a checkout (by default of the installed Megatron) and why patches do not fit it, if so."""
+    """Return the version of a checkout (default: the installed Megatron) and why patches do not fit it, or an empty reason."""
     from megacpp_mcore.patches.machinery.checkout import Checkout
 
     try:
@@ -375,7 +375,7 @@ def _megatron(folder: str | None = None) -> tuple[str | None, str]:
 
 
 def _checkout() -> Finding | None:
-    """Judge the checkout that ``MEGATRON_LM`` names, of which ``launch`` runs the scripts."""
+    """Examine the checkout that ``MEGATRON_LM`` names, whose scripts ``launch`` runs."""
     if not (folder := os.environ.get(CHECKOUT_VARIABLE)):
         return None
     version, problem = _megatron(folder)
@@ -415,7 +415,7 @@ def _step(findings: Sequence[Finding], time_limit_s: float | None) -> Finding:
 
 
 def _configure() -> Finding | None:
-    """Obey the switches of the file of ``MEGACPP_CONFIG``, if it is set; what is wrong with a file that cannot be read."""
+    """Apply the switches in the file of ``MEGACPP_CONFIG``, if set; return a finding if it cannot be read."""
     try:
         file = None if settings.index_schedule_from_environment() is not None else settings.from_environment()
     except ConfigFileError as error:
@@ -432,10 +432,10 @@ def run(args: argparse.Namespace) -> int:
     if args.backends:
         if unreadable is not None:
             raise ConfigFileError(unreadable.reason)
-        known = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
+        listed = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         installed = host.version("transformer-engine") or "(not installed)"
         engine = f"features of Transformer Engine {installed}:\n{specs.text()}"
-        print(json.dumps(markdown.rows(known), indent=2) if args.json else f"{markdown.text(known)}\n\n{engine}")
+        print(json.dumps(markdown.rows(listed), indent=2) if args.json else f"{markdown.text(listed)}\n\n{engine}")
         return 0
     findings = [*examine(time_limit_s=args.time_limit or TIME_LIMIT_S), *filter(None, (_checkout(), unreadable))]
     if blocking := [finding.name for finding in findings if finding.blocks]:

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``kernels build``; returns 1 if a kernel could not be compiled."""
+    """Run ``kernels build``; return 1 if a kernel could not be compiled."""
     described = builds.lines(args.folder)
     if not described:
         raise DataError(
@@ -30,15 +30,15 @@ def run(args: argparse.Namespace) -> int:
         )
     import triton
 
-    described = builds.lines(args.folder, triton=triton.__version__) or described  # only others' are refused, by name
+    described = builds.lines(args.folder, triton=triton.__version__) or described  # other versions are refused, by name
     began = time.monotonic()
     built = builds.build(described, args.jobs)
-    failed = [one for one in built if one.error]
-    cached = sum(one.was_cached for one in built)
+    failed = [result for result in built if result.error]
+    cached = sum(result.was_cached for result in built)
     print(
         f"{len(built) - cached - len(failed)} kernels compiled, {cached} were in the cache, {len(failed)} failed; "
         f"{time.monotonic() - began:.1f} s"
     )
-    for one in failed:
-        print(f"{one.kernel}: {one.error}")
+    for result in failed:
+        print(f"{result.kernel}: {result.error}")
     return int(bool(failed))

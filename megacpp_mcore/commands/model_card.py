@@ -96,7 +96,7 @@ def _sizes(models: Sequence[Model]) -> list[str]:
 
 def _parameters(models: Sequence[Model]) -> list[str]:
     counts = [model.parameters() for model in models]
-    rows = {name: [f"{each[part]:,}" if each[part] else "none" for each in counts] for part, name in _PARTS.items()}
+    rows = {name: [f"{count[part]:,}" if count[part] else "none" for count in counts] for part, name in _PARTS.items()}
     return _by_model("Parameters", "part", models, rows)
 
 

@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``patch``; returns the exit status."""
+    """Run ``patch`` and return the exit status."""
     if args.patch_action == "list":
         patches = default().select(args.names or None)
         if args.json:
@@ -81,10 +81,10 @@ def _checkout(args: argparse.Namespace) -> Checkout:
         return Checkout(args.checkout)
     if args.patch_action in _WITHOUT_CHECKOUT:
         return Checkout.installed()
-    aside = " (MEGATRON_LM is not taken for this: name the folder)" if os.environ.get("MEGATRON_LM") else ""
+    aside = " (MEGATRON_LM is not used for this: name the folder)" if os.environ.get("MEGATRON_LM") else ""
     raise PatchError(
         f"`patch {args.patch_action}` needs a checkout; give --checkout DIR{aside}. "
-        "To patch a process and no file: `megacpp-mcore launch --patch NAME … -- …`, or in Python "
+        "To patch a process instead of files: `megacpp-mcore launch --patch NAME … -- …`, or in Python "
         "megacpp_mcore.patches.apply([...])"
     )
 

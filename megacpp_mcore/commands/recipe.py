@@ -58,7 +58,7 @@ _OF_LAYOUT: dict[str, Mapping[str, Any]] = {
 }
 _OF_RUN: dict[str, Mapping[str, Any]] = {
     "settings": {"metavar": "FILE", "help": "write the changed model there, for MEGACPP_CONFIG; --set of a model needs it"},
-    "overwrite": {"action": "store_true", "help": "replace the file of --settings, whatever it says"},
+    "overwrite": {"action": "store_true", "help": "replace the file of --settings, whatever its content"},
     "model-class": {"choices": tuple(SCRIPTS), "help": "hybrid (default): pretrain_hybrid.py; gpt: pretrain_gpt.py"},
     "via": {
         "choices": WAYS,
@@ -82,14 +82,14 @@ def add_parser(subparsers: Any) -> None:
     listing.add_argument("--markdown", action="store_true", help="print the page docs/model-card.md")
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
     show.add_argument("name")
-    _add_set(show, "values of the model to show it with")
+    _add_set(show, "model values to override")
     flops_parser = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
     flops_parser.add_argument("name")
-    _add_set(flops_parser, "values of the model to count")
+    _add_set(flops_parser, "model values to override")
     add_flops_arguments(flops_parser)
     memory_parser = actions.add_parser("memory", help="the estimated memory of a GPU by part, and what to recompute")
     memory_parser.add_argument("name")
-    _add_set(memory_parser, "values of the model")
+    _add_set(memory_parser, "model values to override")
     memory_parser.add_argument(
         "--gpu-gb", type=flags.not_negative, default=H200_GB, help="of the GPU, in 10^9 bytes (default: an H200)"
     )
@@ -107,7 +107,7 @@ def add_parser(subparsers: Any) -> None:
         default="cli",
         help="a shell command, a YAML file, an sbatch script, or only the arguments, one word a line",
     )
-    _add_set(emit, "values of the model, the layout and the run")
+    _add_set(emit, "model, layout and run values to override")
     of_training = {name: options for name, (_, options) in _OF_TRAINING.items()}
     for name, options in (_OF_RUN | _OF_LAYOUT | of_training).items():  # each is None unless used
         emit.add_argument(f"--{name}", **options)
@@ -123,7 +123,7 @@ def _add_set(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``recipe``; returns the exit status."""
+    """Run ``recipe`` and return the exit status."""
     if args.action == "list" and args.markdown:
         print(model_card.page(), end="")
     elif args.action == "list":
@@ -157,14 +157,14 @@ def estimated(args: argparse.Namespace) -> str:
     run = recipe.run if recipe else Run(model)
     layout = dataclasses.replace(run.layout, context=args.context or run.layout.context)
     model.check_layout(layout)
-    given = {"processes": args.gpus, "micro_batch_size": args.micro_batch_size}
-    training = dataclasses.replace(run.training, **{name: value for name, value in given.items() if value is not None})
+    sizes = {"processes": args.gpus, "micro_batch_size": args.micro_batch_size}
+    training = dataclasses.replace(run.training, **{name: value for name, value in sizes.items() if value is not None})
     settings = run.settings if recipe is None or recipe.settings is None else plugin_config.of_recipe(recipe)
     run = dataclasses.replace(run, model=model, layout=layout, training=training, settings=settings)
     held, ways = memory.states(run), memory.choices(run)
     if held is None or not ways:
         raise ModelError(f"the memory of {args.name} is not estimated: its optimizer is {training.optimizer}, not adam")
-    fitting = [one for one in ways if one.total <= memory.usable(round(args.gpu_gb * 1e9))]
+    fitting = [way for way in ways if way.total <= memory.usable(round(args.gpu_gb * 1e9))]
     best = fitting[0] if fitting else ways[-1]
     parts = {"states": held.total} | (memory.activations(run, best.how) or {})
     parts |= {"FP8 copies of weights": copies} if (copies := memory.quantised(run, held)) else {}
@@ -242,7 +242,7 @@ def chosen_model(name: str) -> tuple[Model, plugin_config.PluginConfig | None]:
         return loaded.model, loaded
     model = preset(name)
     if loaded is not None:
-        note = f"{plugin_config.VARIABLE} names {loaded.path}, which is about {loaded.preset}; {name} is taken as it is"
+        note = f"{plugin_config.VARIABLE} names {loaded.path}, which is about {loaded.preset}; {name} is used unchanged"
         print(f"note: {note}", file=sys.stderr)
     return model, None
 
@@ -257,12 +257,12 @@ def emit(args: argparse.Namespace) -> str:
     if args.form != "slurm" and slurm.given():
         raise LaunchError(f"--{slurm.given()[0][0]} is an option of a batch job; add --as slurm, or leave it out")
     command = command_of(args)
-    given = dict(os.environ)
-    if file := given.get(plugin_config.VARIABLE):
-        given[plugin_config.VARIABLE] = os.path.realpath(file)  # as the command names it
-    missing = [f"{name}={value}" for name, value in command.env.items() if given.get(name) != str(value)]
+    environment = dict(os.environ)
+    if file := environment.get(plugin_config.VARIABLE):
+        environment[plugin_config.VARIABLE] = os.path.realpath(file)  # as the command names it
+    missing = [f"{name}={value}" for name, value in command.env.items() if environment.get(name) != str(value)]
     if args.form == "args" and missing:
-        lacking = f"the arguments alone lack the run's environment; set {' '.join(missing)}"
+        lacking = f"the arguments do not include the run's environment; set {' '.join(missing)}"
         if plugin_config.VARIABLE in lacking and not args.settings:  # without it the same words train something else
             raise LaunchError(f"{lacking} first, or use --as cli")
         print(f"note: {lacking}", file=sys.stderr)
@@ -311,8 +311,8 @@ def command_of(args: argparse.Namespace) -> StockCommand:
         )
     nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
     training = dataclasses.replace(training, processes=nodes * per_node)
-    asked = recipe.run.asked if recipe else {}
-    run = Run(model, layout, training, args.model_class or DEFAULT_MODEL_CLASS, asked, loaded)
+    requested = recipe.run.asked if recipe else {}
+    run = Run(model, layout, training, args.model_class or DEFAULT_MODEL_CLASS, requested, loaded)
     script = SCRIPTS[run.model_class]
     arguments = _with_extra(model, run, tuple(args.stock_command), None if args.via == "wheel" else Path(script))
     if of_training.get("cuda_graphs") and not run.is_captured:
@@ -334,16 +334,16 @@ def command_of(args: argparse.Namespace) -> StockCommand:
 
 
 def _with_extra(model: Model, run: Run, extra: tuple[str, ...], script: Path | None) -> tuple[str, ...]:
-    """Return the arguments of ``run``, of ``model``, with ``extra`` among them, which may say how it is carried out only."""
+    """Return the arguments of ``run``, of ``model``, with ``extra`` among them, which must not change the model or the plan."""
     words = lower(run)
     if not extra:
         return words
     arguments = lower(dataclasses.replace(run, training=dataclasses.replace(run.training, extra=extra)))
-    own, given = flags.read(words), flags.read(extra)
+    own, added = flags.read(words), flags.read(extra)
     if not extra[0].startswith("--"):
         raise LaunchError(f"{extra[0]} after -- belongs to no argument; expected --name, and then its values")
-    if found := [flag for flag in given if flag in lowering.model_flags(model) and given[flag] != own.get(flag)]:
-        raise LaunchError(f"{', '.join(found)} after -- would change the model; use --set, or another name")
+    if changed := [flag for flag in added if flag in lowering.model_flags(model) and added[flag] != own.get(flag)]:
+        raise LaunchError(f"{', '.join(changed)} after -- would change the model; use --set, or another name")
     plan.check_words(script, arguments, here=False)
     lowering.check_unused(extra)
 
@@ -359,15 +359,15 @@ def _with_extra(model: Model, run: Run, extra: tuple[str, ...], script: Path | N
 
 
 def _once(args: argparse.Namespace, values: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``values`` of ``--set`` and those of the options ``fields`` (to field names); one set by both is refused."""
-    found = dict(values)
+    """Return ``values`` of ``--set`` and those of the options ``fields`` (to field names); refuse one set by both."""
+    merged = dict(values)
     for option, field in fields.items():
-        given = getattr(args, option.replace("-", "_"))
-        if given is not None and field in found:
+        value = getattr(args, option.replace("-", "_"))
+        if value is not None and field in merged:
             raise LaunchError(f"--{option} and --set {field} are the same setting; pass only one")
-        if given is not None:
-            found[field] = given
-    return found
+        if value is not None:
+            merged[field] = value
+    return merged
 
 
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
@@ -461,11 +461,11 @@ def _summary(model: Model) -> str:
 
 def _plan(recipe: Recipe) -> str:
     training = recipe.run.training
-    cut = ", ".join(
+    layout = ", ".join(
         f"{name} {value}" for name, value in dataclasses.asdict(recipe.run.layout).items() if value not in (1, False)
     )
     return (
         f"{recipe.model.name} on {recipe.processes} × {training.device}, "
-        f"{training.precision}{' and FP8' * recipe.name.endswith('_fp8')}, {cut or 'not cut'}, "
+        f"{training.precision}{' and FP8' * recipe.name.endswith('_fp8')}, {layout or 'not cut'}, "
         f"batch {training.global_batch_size} by {training.micro_batch_size}{', CUDA graphs' * training.cuda_graphs}"
     )

@@ -25,7 +25,7 @@ REFUSED = 1
 SILENT_S = 60.0
 """Seconds without a heartbeat after which a process was probably killed, if several were due meanwhile."""
 BEATS = 5
-"""Number of heartbeats that must be missing for that."""
+"""Number of missing heartbeats required for that."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,20 +34,20 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     show = actions.add_parser("show", help="the receipt of a run")
     show.add_argument("receipt", metavar="RUN", help="the folder of a run, or a receipt")
-    claim = "what a claim about the speed of two runs may say; exit status 1 if there is none"
+    claim = "what may be claimed about the speed of two runs; exit status 1 if nothing"
     comparing = actions.add_parser("compare", help=claim)
     comparing.add_argument("first", metavar="A", help="the baseline: the folder of a run, or a receipt")
-    comparing.add_argument("second", metavar="B", help="what is compared with it")
+    comparing.add_argument("second", metavar="B", help="the run to compare with it")
     for option, metavar, words in (
-        ("--varies", "KEY", f"the one difference that is meant: {', '.join(KEYS)}"),
-        ("--declare", "NAME", f"a disqualifier that both carry, to be said in the claim: {', '.join(DISQUALIFIERS)}"),
+        ("--varies", "KEY", f"the one intended difference: {', '.join(KEYS)}"),
+        ("--declare", "NAME", f"a disqualifier that both carry, to be stated in the claim: {', '.join(DISQUALIFIERS)}"),
     ):
         comparing.add_argument(option, action="append", default=[], metavar=metavar, help=words)
     noise = (
         f"run-to-run spread in %%, if measured (default: {100 * NOISE:.0f}, in CUDA graphs {100 * NOISE_IN_GRAPHS:.0f})"
     )
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
-    where = actions.add_parser("goodput", help="what the wall time of every rank went to")
+    where = actions.add_parser("goodput", help="how every rank spent its wall time")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")
     profile = actions.add_parser("profile", help="the tables of rank 0's profiles")
     profile.add_argument("run_folder", metavar="RUN", help="the folder of a run")
@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out ``report``; returns the exit status.
+    """Run ``report`` and return the exit status.
 
     Raises:
         DataError: there is no receipt, it is damaged, or a word is not known.
@@ -68,25 +68,25 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "fields":
         print(fields.table())
     elif args.action == "profile":
-        print("\n".join(table.pages(_found(args.run_folder, whole=True))), end="")
+        print("\n".join(table.pages(_resolve(args.run_folder, run_only=True))), end="")
     elif args.action == "html":
         from megacpp_mcore.commands import report_page
 
-        events.replace(Path(args.output), report_page.html(_found(args.run_or_receipt)))
+        events.replace(Path(args.output), report_page.html(_resolve(args.run_or_receipt)))
         print(f"page: {args.output}")
     else:
         return {"show": _show, "compare": _compare, "goodput": _goodput}[args.action](args)
     return 0
 
 
-def _found(word: str, *, whole: bool = False) -> Path:
-    """Resolve a command-line path to a run's folder or, unless the ``whole`` run is needed, a receipt."""
-    place, expected = Path(word), "the folder of a run that was observed" + ("" if whole else ", or a receipt")
+def _resolve(word: str, *, run_only: bool = False) -> Path:
+    """Resolve a command-line path to a run's folder or, unless ``run_only``, a receipt."""
+    place, expected = Path(word), "the folder of a run that was observed" + ("" if run_only else ", or a receipt")
     if not word:
         raise DataError(f"an empty path was given; expected {expected}")
     if not place.exists():
         raise DataError(f"{word} does not exist; expected {expected}")
-    if place.is_file() and whole:
+    if place.is_file() and run_only:
         raise DataError(f"{word} is a file; expected {expected}, probably {place.parent}")
     if place.is_dir() and not (place / RECEIPT).exists() and not any(place.glob("start_*")):
         near = sorted(
@@ -98,36 +98,36 @@ def _found(word: str, *, whole: bool = False) -> Path:
 
 
 def _show(args: argparse.Namespace) -> int:
-    place = _found(args.receipt)
+    place = _resolve(args.receipt)
     receipt = receipts.read(place)
     if args.json:
         print(text.dumps(receipt))
         return 0
     status, *others = describe(receipt).splitlines()
-    goes_on = receipt["status"] == RUNNING and any(place.glob("start_*"))
-    alive = [sign_of_life(place, time.time_ns())] if goes_on else []
+    is_running = receipt["status"] == RUNNING and any(place.glob("start_*"))
+    alive = [sign_of_life(place, time.time_ns())] if is_running else []
     print("\n".join([status, *alive, *others]))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first, second = (receipts.read(_found(word)) for word in (args.first, args.second))
+    first, second = (receipts.read(_resolve(word)) for word in (args.first, args.second))
     noise = None if args.noise is None else args.noise / 100
-    found = compare(first, second, args.varies, args.declare, noise=noise)
-    print(json.dumps(dataclasses.asdict(found), indent=1, ensure_ascii=False) if args.json else found.describe())
-    return 0 if found.claim is not None else REFUSED
+    verdict = compare(first, second, args.varies, args.declare, noise=noise)
+    print(json.dumps(dataclasses.asdict(verdict), indent=1, ensure_ascii=False) if args.json else verdict.describe())
+    return 0 if verdict.claim is not None else REFUSED
 
 
 def _goodput(args: argparse.Namespace) -> int:
     ranks: dict[int, goodput.Goodput] = {}
-    found_in = _found(args.run_folder, whole=True)
-    starts = events.read(found_in, lambda rank, of: ranks.update({rank: goodput.of_rank(of)}))
+    folder = _resolve(args.run_folder, run_only=True)
+    starts = events.read(folder, lambda rank, of: ranks.update({rank: goodput.of_rank(of)}))
     if args.json:
-        print(json.dumps({rank: found.record() for rank, found in ranks.items()}, indent=1))
+        print(json.dumps({rank: wall_time.record() for rank, wall_time in ranks.items()}, indent=1))
         return 0
     slowest, *_ = goodput.slowest_first(ranks)
-    for rank, found in ranks.items():
-        record = found.record()
+    for rank, wall_time in ranks.items():
+        record = wall_time.record()
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items() if seconds)
         mark = ", the slowest" if rank == slowest and len(ranks) > 1 else ""
         print(f"rank {rank}{mark}: {record['goodput']:.1%} of {record['wall_s']:.1f} s productive; {spent}")
@@ -139,10 +139,10 @@ def _goodput(args: argparse.Namespace) -> int:
 def sign_of_life(run: Path, now_ns: int) -> str:
     """Format the age of the last heartbeat, which tells a live run from a killed one: both have status ``running``."""
     label = f"{'last sign of life':18}"
-    living = {one.rank: one for one in events.grouped(events.read(run, lambda *_: None))[-1] if one.how is None}
+    living = {p.rank: p for p in events.grouped(events.read(run, lambda *_: None))[-1] if p.how is None}
     if not living:
         return f"{label}none: no rank is still running"
-    rank = min(living, key=lambda one: living[one].ended_ns)
+    rank = min(living, key=lambda number: living[number].ended_ns)
     seconds, heartbeat_s = max(0, now_ns - living[rank].ended_ns) / 1e9, living[rank].heartbeat_s
     which = f", of rank {rank}, the longest silent of {len(living)}" if len(living) > 1 else ""
     words = f"{label}{_age(seconds)} ago{which}"
@@ -168,9 +168,9 @@ def describe(receipt: Mapping[str, Any]) -> str:
         why = why_unknown(field.path, values["unknown"])
         lines.append(f"{label:18}{text if text is not None else f'not known: {why}'}")
     lines += [f"{'note':18}{note}" for note in values["notes"]]
-    carried = [f"{'DISQUALIFIED':18}{one['name']}: {one['evidence']}" for one in values["disqualifiers"]]
+    carried = [f"{'DISQUALIFIED':18}{entry['name']}: {entry['evidence']}" for entry in values["disqualifiers"]]
     lines += carried or [f"{'disqualified by':18}nothing"]
-    lines += [f"{'not judged':18}{one['name']}: {one['reason']}" for one in values["unjudged"]]
+    lines += [f"{'not judged':18}{entry['name']}: {entry['reason']}" for entry in values["unjudged"]]
     unknown: dict[str, list[str]] = {}
     for path, reason in values["unknown"].items():
         unknown.setdefault(reason, []).append(path)

@@ -52,9 +52,9 @@ def read(path: str | os.PathLike[str]) -> Run:
         DataError: there is no receipt, or it is damaged.
     """
     place = Path(path)
-    whole = place.resolve()
-    name = whole.parent.name if place.is_file() else whole.name
-    name = f"{whole.parent.name}/{name}" if whole.name == "observe" else name
+    resolved = place.resolve()
+    name = resolved.parent.name if place.is_file() else resolved.name
+    name = f"{resolved.parent.name}/{name}" if resolved.name == "observe" else name
     spent: dict[int, Goodput] = {}
     ranks = events.read(place, lambda rank, starts: spent.update({rank: goodput.of_rank(starts)}), may_be_empty=True)
     return Run(name, place, receipts.read(place), ranks, spent)
@@ -68,7 +68,7 @@ _OF_METRICS = {
     "allocated memory, GB": ("memory_allocated_bytes", 1e-9),
     "reserved memory, GB": ("memory_reserved_bytes", 1e-9),
 }
-"""Metrics that are plotted (of :data:`~megacpp_mcore.observe.live.SCALARS`), and the factor for each."""
+"""Plotted metrics (of :data:`~megacpp_mcore.observe.live.SCALARS`), each with its factor."""
 
 
 @dataclass
@@ -90,9 +90,9 @@ class Run:
         losses = {name for step in self.kept for name in step.losses}
         self.losses = sorted(losses, key=lambda name: (name != "lm loss", name))
         self.slowest_first = [(rank, self.spent[rank]) for rank in goodput.slowest_first(self.spent)]
-        found, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
-        numbers = found if len(found) == len(peaks) else range(len(peaks))
-        self.peaks = sorted(zip(numbers, peaks, strict=True), key=lambda one: -one[1])
+        ranks, peaks = self.values["ranks.found"], self.values["memory.ranks"] or []
+        numbers = ranks if len(ranks) == len(peaks) else range(len(peaks))
+        self.peaks = sorted(zip(numbers, peaks, strict=True), key=lambda peak: -peak[1])
         self.missing = "no step was recorded"
         if not self.ranks:
             self.missing = "only the receipt is here, not the folder of the run"
@@ -109,9 +109,9 @@ class Run:
         curves: list[_Curve] = []
         for number, name in enumerate(names[:6], 1):
             words = "next token" if name == "lm loss" else f"MTP depth {name[4:-5]}"
-            curves.append(_Curve(words, f"c{number}", _finite((one.step, one.losses.get(name)) for one in self.kept)))
+            curves.append(_Curve(words, f"c{number}", _finite((s.step, s.losses.get(name)) for s in self.kept)))
             for start, kept_to in standing(self.starts):
-                lost = _finite((one.step, one.losses.get(name)) for one in start.steps if one.step > kept_to)
+                lost = _finite((s.step, s.losses.get(name)) for s in start.steps if s.step > kept_to)
                 curves.append(_Curve("", f"c{number}", lost, faint=True))
         marks = [(step, f"resumed at {step:.0f}") for step in self.resumed]
         return _chart("loss-plot", "loss by step", curves, marks=marks)
@@ -122,7 +122,7 @@ class Run:
             return None, []
         slowest, _ = self.slowest_first[0]
         starts = events.read(self.place, rank=slowest)[slowest]
-        began, ended = starts[0].began_ns, max(one.ended_ns for one in starts)
+        began, ended = starts[0].began_ns, max(start.ended_ns for start in starts)
         wall_s = (ended - began) / 1e9
         seconds, unit = (1, "s") if wall_s < 180 else (60, "min") if wall_s < 3 * 3600 else (3600, "h")
 
@@ -133,17 +133,17 @@ class Run:
         curves: list[_Curve] = []
         for start in starts:
             spans = [(span, span.total(OF_A_STEP)) for span in start.spans]
-            rates = [(at(one.at), tokens[one.step] / ns * 1e9) for one, ns in spans if one.step in tokens and ns]
+            rates = [(at(span.at), tokens[span.step] / ns * 1e9) for span, ns in spans if span.step in tokens and ns]
             curves.append(_Curve("" if curves else "tokens/s", "c1", rates))
         bands = [
-            (at(one.begin), at(one.end), one.kind)
-            for one in goodput.timeline(starts)
-            if one.kind != PRODUCTIVE  # except what every step has a little of
-            and (one.kind not in ("data", "idle") or one.end - one.begin > (ended - began) / 500)
+            (at(stretch.begin), at(stretch.end), stretch.kind)
+            for stretch in goodput.timeline(starts)
+            if stretch.kind != PRODUCTIVE  # except what every step has a little of
+            and (stretch.kind not in ("data", "idle") or stretch.end - stretch.begin > (ended - began) / 500)
         ]
         marks = [
-            (at(one.began_ns), "restarted" if (step := one.resumed_at) is None else f"restarted from step {step}")
-            for one in starts[1:]
+            (at(start.began_ns), "restarted" if (step := start.resumed_at) is None else f"restarted from step {step}")
+            for start in starts[1:]
         ]
         over = f"tokens per second over {text.duration(wall_s)}"
         drawn = _chart("time-plot", over, curves, marks=marks, bands=bands, unit=unit, end=at(ended))
@@ -158,22 +158,22 @@ class Run:
         """Draw a small plot of every other metric that is known by step."""
         metrics = metrics_of(self.ranks)
         series = {
-            "gradient norm": _finite((one.step, one.grad_norm) for one in self.kept),
-            "learning rate": _finite((one.step, one.learning_rate) for one in self.kept),
+            "gradient norm": _finite((step.step, step.grad_norm) for step in self.kept),
+            "learning rate": _finite((step.step, step.learning_rate) for step in self.kept),
         }
         for name in self.losses:
             if name != "lm loss" and not name.startswith("mtp_"):
-                series[name] = _finite((one.step, one.losses.get(name)) for one in self.kept)
+                series[name] = _finite((step.step, step.losses.get(name)) for step in self.kept)
         for title, (name, scale) in _OF_METRICS.items():
-            series[title] = _finite(((one["step"], one.get(name)) for one in metrics), scale)
+            series[title] = _finite(((row["step"], row.get(name)) for row in metrics), scale)
         if series["allocated memory, GB"] == series["reserved memory, GB"]:
             del series["reserved memory, GB"]
-        marks, found = [(step, "") for step in self.resumed], []
+        marks, plots = [(step, "") for step in self.resumed], []
         for number, (title, points) in enumerate(series.items()):
             curves = [_Curve("", "c1", points)] if len(points) > 1 else []
             if drawn := _chart(f"by-step-{number}", f"{title} by step", curves, marks=marks, small=True):
-                found.append((title, drawn))
-        return found
+                plots.append((title, drawn))
+        return plots
 
 
 def _finite(points: Iterable[tuple[float, float | None]], scale: float = 1) -> list[tuple[float, float]]:
@@ -198,14 +198,14 @@ class _Curve(NamedTuple):
 
 def _chart(part: str, summary: str, curves: Sequence[_Curve], *, small: bool = False, **looks: Any) -> Markup | None:
     """Draw a plot for every width of the window; None without points or without matplotlib."""
-    curves = [one for one in curves if one.points]
+    curves = [curve for curve in curves if curve.points]
     if not curves or not can_draw():
         return None
     sizes = {"both": (250, 118)} if small else {"wide": (560, 262), "narrow": (340, 240)}
     opening, drawn = Markup('<svg class="{}" role="img" aria-label="{}"'), Markup("")
     for name, size in sizes.items():
         drawn += opening.format(name, summary) + Markup(_svg(curves, size, small=small, **looks))
-    labels = [Markup('<li><i class="{}"></i>{}</li>').format(one.colour, one.label) for one in curves if one.label]
+    labels = [Markup('<li><i class="{}"></i>{}</li>').format(c.colour, c.label) for c in curves if c.label]
     legend = Markup('<ul class="legend">{}</ul>').format(Markup("").join(labels)) if labels else Markup("")
     return Markup('<div class="plot" data-part="{}">{}</div>{}').format(part, drawn, legend)
 
@@ -231,27 +231,27 @@ def _svg(
         marks: vertical lines at x, each with a label.
         bands: stretches of the x axis, each with its class of time.
         unit: of the x axis; empty: steps, which are whole.
-        end: where the x axis ends, the y axis then beginning at 0; None: both axes fit the points.
+        end: where the x axis ends, with the y axis from 0; None: both axes fit the points.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     rules: Any = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "page", "font.size": 10.5}
-    rules |= {"axes.unicode_minus": False, "path.simplify_threshold": 1.0}  # a pixel: of many points what can be seen
+    rules |= {"axes.unicode_minus": False, "path.simplify_threshold": 1.0}  # in pixels: drop points that cannot be seen
     note: Any = {"textcoords": "offset points", "fontsize": 9.5}
-    steps, values = (sorted(point[axis] for one in curves for point in one.points) for axis in (0, 1))
+    steps, values = (sorted(point[axis] for curve in curves for point in curve.points) for axis in (0, 1))
     low, high = (0.0, end) if end is not None else (steps[0], steps[-1])
     with mpl.rc_context(rules):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72, layout="constrained")
         axes = figure.add_subplot()
         for begin, stop, kind in sorted(bands, key=lambda band: band[0] - band[1])[:300]:
             axes.axvspan(begin, max(stop, begin + high / 500), color=_INKS[kind], alpha=0.42, linewidth=0)
-        for one in curves:
-            is_dot = len(one.points) == 1  # a line of zero length with round ends
-            style: dict[str, Any] = {"linestyle": (0, (3, 3)), "alpha": 0.45} if one.faint else {}
+        for curve in curves:
+            is_dot = len(curve.points) == 1  # a line of zero length with round ends
+            style: dict[str, Any] = {"linestyle": (0, (3, 3)), "alpha": 0.45} if curve.faint else {}
             style |= {"linewidth": 5 if is_dot else 1.7, "solid_capstyle": "round"}
-            axes.plot(*zip(*one.points, *one.points[:is_dot], strict=True), color=_INKS[one.colour], **style)
+            axes.plot(*zip(*curve.points, *curve.points[:is_dot], strict=True), color=_INKS[curve.colour], **style)
         if end is None and values[0] > 0 and values[-1] > 20 * values[len(values) // 2]:
             axes.set_yscale("log")
         elif end is not None:

@@ -1,4 +1,4 @@
-"""``megacpp-mcore sample|score|advise``: what a trained checkpoint is asked, each by a script; imports no torch."""
+"""``megacpp-mcore sample|score|advise``: query a trained checkpoint, each by a script; imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_parsers(subparsers: Any) -> None:
     score.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start (default: 1)")
     advise = subparsers.add_parser("advise", help="what a trained model says about its own schedule")
     actions = advise.add_subparsers(dest="advise_action", required=True, metavar="ACTION")
-    words = "search for the DSA schedule with the fewest indexers whose held-out loss is that of the trained one"
+    words = "search for the DSA schedule with the fewest indexers whose held-out loss matches the trained one"
     named = {"prog": "advise index-cache", "help": words, "description": f"{words}; `checkpoint schedule` applies it"}
     _add(actions, "index-cache", schedule_search, "--heldout PREFIX", **named)
 

@@ -37,7 +37,7 @@ def train(
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Train by ``megacpp-mcore launch``, on the CPU in fp32, on one GPU in bf16, without the file of ``MEGACPP_CONFIG``.
 
-    Returns the figures of each recorded step, and how the process ended, in lines; no lines if it ended well.
+    Returns the figures of each recorded step, and how the process ended, in lines; no lines if it succeeded.
 
     Args:
         steps, timeout_s: how many, and the seconds after which the process is ended.
@@ -46,7 +46,7 @@ def train(
         script: the training script, found in the checkout of ``MEGATRON_LM``; by default the wheel's stock loop.
         first_on_path: folders from which to import first.
         switches: groups of a settings file to obey, such as ``{"vendors": {"flash4": False}}``.
-        report_every_s: the seconds after which the last line of the process is printed to stderr, again and again.
+        report_every_s: the seconds after which the last line of the process is printed to stderr, repeatedly.
     """
     from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
     from megacpp_mcore.observe.steps import read_steps
@@ -87,8 +87,8 @@ def run_quietly(
     environment: Mapping[str, str] | None = None,
     report_every_s: float = math.inf,
 ) -> tuple[str, list[str]]:
-    """Run a command in ``folder``; returns how it ended, if not well, and the lines of its errors that are not empty."""
-    none, begun = subprocess.DEVNULL, time.monotonic()
+    """Run a command in ``folder``; returns how it failed (empty: it did not) and its non-empty lines of stderr."""
+    none, started = subprocess.DEVNULL, time.monotonic()
     # A file, not a pipe, which a process that is left behind would hold open.
     with (
         tempfile.NamedTemporaryFile() as errors,
@@ -100,7 +100,7 @@ def run_quietly(
             return [line.strip() for line in text.splitlines() if line.strip()]
 
         try:
-            while (left := begun + timeout_s - time.monotonic()) > 0:
+            while (left := started + timeout_s - time.monotonic()) > 0:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(min(left, report_every_s))
                     problem = (
@@ -108,8 +108,8 @@ def run_quietly(
                     )
                     return problem, lines()
                 if left > report_every_s:
-                    last = (lines() or ["it has said nothing yet"])[-1]
-                    print(f"{time.monotonic() - begun:.0f} s: {last}", file=sys.stderr, flush=True)
+                    last = (lines() or ["no output yet"])[-1]
+                    print(f"{time.monotonic() - started:.0f} s: {last}", file=sys.stderr, flush=True)
             return f"did not finish within {timeout_s:g} s", []
         finally:
             process.kill()

@@ -301,7 +301,7 @@ def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(
     words = ["--device", "cpu", "--size", "tiny", "--seconds", "0", "--without", "xma", "unknown"]
     assert cli.main(["bench", "run", "mla", "m2rnn", *words, "--output", str(tmp_path / "rows.csv")]) == 1
     printed = capsys.readouterr().out
-    assert "mla: it could not be run: RuntimeError: no room" in printed
+    assert "mla: failed to run: RuntimeError: no room" in printed
     assert "--without unknown: unknown variant; choose from reference, triton, xma" in printed
     with (tmp_path / "rows.csv").open(newline="") as source:
         notes = {row["variant"].split("'")[0]: row["note"] for row in csv.DictReader(source)}

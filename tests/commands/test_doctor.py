@@ -121,7 +121,7 @@ def test_another_cudnn_than_torchs_is_said(folder: Path) -> None:
     package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 1, 2")
     finding = only("transformer-engine")["transformer-engine"]
     assert finding.state == WORKS
-    assert "it has found cuDNN (9, 1, 2), torch has (9, 19, 0): " in finding.reason
+    assert "it loaded cuDNN (9, 1, 2), torch uses (9, 19, 0): " in finding.reason
     assert "CUDNN_HOME" in finding.reason
 
 
@@ -156,7 +156,7 @@ def test_the_megatron_and_the_torch_that_are_imported_count(folder: Path, name: 
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of signal 11"),
         ("raise ImportError('libfoo.so: undefined symbol: bar')", "libfoo.so: undefined symbol: bar"),
         ("import sys; sys.exit(3)", "ended with status 3"),
-        ("import os; os._exit(0)", "ended its process with status 0"),
+        ("import os; os._exit(0)", "exited with status 0"),
         ("raise SystemExit('no')", "no"),
         ("print('noise'); print('more noise')", ""),
         ("import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)'])", ""),
@@ -318,7 +318,7 @@ def test_a_step_that_takes_long_says_where_it_is(tmp_path: Path, capsys: pytest.
     problem, lines = trial.run_quietly([sys.executable, "-S", "-c", code], str(tmp_path), 3.0, report_every_s=0.1)
     assert (problem, lines) == ("did not finish within 3 s", [])
     reports = re.findall(r"^\d s: (.+)$", capsys.readouterr().err, re.MULTILINE)
-    assert list(dict.fromkeys(reports)) == ["it has said nothing yet", "compiling"]
+    assert list(dict.fromkeys(reports)) == ["no output yet", "compiling"]
 
 
 @pytest.mark.exhaustive  # the commands of docs/index.md have doctor in them

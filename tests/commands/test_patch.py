@@ -92,7 +92,7 @@ def test_without_a_checkout(
     assert cli.main(["patch", action, NAME]) == 2
     shown = capsys.readouterr().err
     for words in (
-        "give --checkout DIR (MEGATRON_LM is not taken",
+        "give --checkout DIR (MEGATRON_LM is not used",
         "launch --patch NAME",
         "megacpp_mcore.patches.apply(",
     ):

@@ -47,9 +47,9 @@ from megacpp_mcore.ops.main_grad import linear
 
 def _whole_rows(linear: ColumnParallelLinear, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
     """Forward hook, ``([S, B, C / TP], bias) -> ([S / TP, B, C], bias)``: gathers columns, scatters the sequence."""
-    cut_SBC, bias = output
-    whole_SBC = gather_from_tensor_model_parallel_region(cut_SBC, group=linear.tp_group)
-    return scatter_to_sequence_parallel_region(whole_SBC, group=linear.tp_group), bias
+    sharded_SBC, bias = output
+    full_SBC = gather_from_tensor_model_parallel_region(sharded_SBC, group=linear.tp_group)
+    return scatter_to_sequence_parallel_region(full_SBC, group=linear.tp_group), bias
 
 
 class _WholeRows:
@@ -70,7 +70,7 @@ class _WholeRows:
 class _Projections:
     """Mixin for stock MLA: everything between the projections and the core attention, by the dispatcher's ops.
 
-    The stock method applies RoPE in some ten passes over queries and keys, and copies them twice more.
+    The stock method applies RoPE in about ten passes over queries and keys, and copies them twice more.
 
     Attributes:
         absorbs: whether attention is over latents.
@@ -88,7 +88,7 @@ class _Projections:
         self.projection_backend = dispatcher.request("mla_projection", **needs)
         self.keys_backend = dispatcher.request("mla_keys", **needs)
         self.latents_backend = None
-        if len(self.linear_q_down_proj.weight) == config.q_lora_rank:  # not cut, nor is that of the keys
+        if len(self.linear_q_down_proj.weight) == config.q_lora_rank:  # not sharded, and neither is that of the keys
             self.latents_backend = dispatcher.request("mla_latents", query_latent_dim=config.q_lora_rank, **needs)
 
     def _projected(
@@ -101,7 +101,7 @@ class _Projections:
         length = self.rotary_pos_emb.get_rotary_seq_len(inference_context, None, hidden_SBD, self.config, None)
         own_latents = query, key, rotary = self._latents(hidden_SBD)
         if self.config.sequence_parallel:
-            # Together, as each gather of something so narrow takes as long as that of all.
+            # One gather for all: a gather this narrow takes as long as one of all three.
             widths = [latents.shape[-1] for latents in own_latents]
             gathered = gather_from_sequence_parallel_region(torch.cat(own_latents, dim=-1), group=self.tp_group)
             query, key, rotary = gathered.split(widths, dim=-1)
@@ -138,7 +138,7 @@ class _Projections:
         return query, self.kv_layernorm(key), rotary
 
     def _heads(self: Any, projection: Any, latents_SBX: torch.Tensor) -> torch.Tensor:
-        """Map ``[S, B, X] -> [S, B, H, N]`` by an up-projection, which would gather rows that are gathered already."""
+        """Map ``[S, B, X] -> [S, B, H, N]`` by an up-projection, whose module would gather rows a second time."""
         if self.config.sequence_parallel:
             wait_for_parameters(projection)
             projected = linear(latents_SBX, projection.weight, main_grad_of(projection.weight, self.config))
@@ -169,7 +169,7 @@ class _Documents:
             DataError, ModelError: as :func:`megacpp_mcore.layer_specs.documents.documents`.
         """
         config: TransformerConfig = self.config  # type: ignore[attr-defined]
-        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if kwargs.get("inference_context") is not None:
             refuse_decoding(config, self.layer_number, packed_seq_params)  # type: ignore[attr-defined]
             return super().forward(hidden_states, None, *args, **kwargs)  # type: ignore[misc]
@@ -177,7 +177,7 @@ class _Documents:
             config,
             self.layer_number,  # type: ignore[attr-defined]
             batch=hidden_states.shape[1],
-            rows=hidden_states.shape[0] * cut * self.context.size,  # type: ignore[attr-defined]
+            rows=hidden_states.shape[0] * shards * self.context.size,  # type: ignore[attr-defined]
             attention_mask=attention_mask,
             packed_seq_params=packed_seq_params,
         )

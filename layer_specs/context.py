@@ -1,15 +1,15 @@
-"""Context parallelism: each rank of a group holds a part of every sequence, and layers exchange what they need of the rest.
+"""Context parallelism: each rank of a group holds a part of every sequence, and layers exchange what they need from the rest.
 
-A sequence is cut into 2n chunks for n ranks; rank r holds chunks r and 2n - 1 - r, one after the other, so that all ranks have
-the same causal work (Megatron's order, ``get_batch_on_this_cp_rank``). What is exchanged:
+A sequence is split into 2n chunks for n ranks; rank r holds chunks r and 2n - 1 - r, one after the other, so that all ranks
+have the same causal work (Megatron's order, ``get_batch_on_this_cp_rank``). What is exchanged:
 
 - M and R: an all-to-all turns all heads of a rank's rows into a rank's heads of all rows, in order; the op runs as without
   context parallelism, and a second all-to-all brings its output back.
-- full attention, of MTP, too: queries and output likewise. Of the keys latents are gathered, and each rank makes its heads'.
-- sparse attention: latents of keys and the indexer's keys are gathered; a rank's queries score, select and attend.
+- full attention, also in MTP: queries and output likewise. Key latents are gathered, and each rank computes its heads' keys.
+- sparse attention: key latents and the indexer's keys are gathered; a rank's queries score, select and attend.
 - E layers, norms, projections: nothing.
 
-Parameters are on every rank; those by head get a gradient from the rank that computes the head, and Megatron sums gradients
+Parameters are on every rank; per-head ones get a gradient from the rank that computes the head, and Megatron sums gradients
 over the group. Each exchange is Megatron's, with the reverse exchange as its backward pass.
 
 Shape legend: S rows of a sequence, P rows of a rank, B batch, N values per row, n ranks.
@@ -36,7 +36,7 @@ def in_order(rows: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def by_rank(rows: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Put the rows of a sequence ``[S, …]`` into the order of :func:`in_order`'s argument, of which it is the inverse."""
+    """Put the rows of a sequence ``[S, …]`` into rank order: the inverse of :func:`in_order`."""
     chunks = rows.chunk(2 * ranks)
     return torch.cat([chunks[index] for rank in range(ranks) for index in (rank, 2 * ranks - 1 - rank)])
 
@@ -63,7 +63,7 @@ class Context:
         return in_order(gather_from_sequence_parallel_region(rows, group=self.group), self.size)
 
     def own(self, heads: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return this rank's slice of what is ordered by head along ``dim``."""
+        """Return this rank's slice of a tensor ordered by head along ``dim``."""
         return heads.chunk(self.size, dim)[self.rank] if self else heads
 
     def to_heads(self, rows_PBN: torch.Tensor) -> torch.Tensor:
@@ -77,28 +77,28 @@ class Context:
         return received.movedim(0, 2).flatten(2)
 
     def parts_to_heads(self, parts: dict[str, torch.Tensor], shared: Collection[str]) -> dict[str, torch.Tensor]:
-        """Do :meth:`to_heads` for each of ``parts`` in one exchange; those that all heads share are sent to every rank whole.
+        """Do :meth:`to_heads` for each of ``parts`` in one exchange; ``shared`` parts are sent to every rank in full.
 
-        In the result, as in the projection's, parts are slices of one tensor that start at multiples of :data:`ALIGNMENT`.
+        As in the projection's result, parts are slices of one tensor that start at multiples of :data:`ALIGNMENT`.
         """
         columns, widths = [], []
         for name, part_PBN in parts.items():
             if name in shared:
-                of_ranks = part_PBN.unsqueeze(2).expand(-1, -1, self.size, -1)
+                per_rank = part_PBN.unsqueeze(2).expand(-1, -1, self.size, -1)
             else:
-                of_ranks = part_PBN.unflatten(2, (self.size, -1))
-            gap = -of_ranks.shape[3] % ALIGNMENT
-            columns.append(pad(of_ranks, (0, gap)))
-            widths += [(name, of_ranks.shape[3])] + [("", gap)] * bool(gap)
-        found = split(self.to_heads(torch.cat(columns, dim=3).flatten(2)), [width for _, width in widths])
-        return {name: part for (name, _), part in zip(widths, found, strict=True) if name}
+                per_rank = part_PBN.unflatten(2, (self.size, -1))
+            gap = -per_rank.shape[3] % ALIGNMENT
+            columns.append(pad(per_rank, (0, gap)))
+            widths += [(name, per_rank.shape[3])] + [("", gap)] * bool(gap)
+        parts_by_rank = split(self.to_heads(torch.cat(columns, dim=3).flatten(2)), [width for _, width in widths])
+        return {name: part for (name, _), part in zip(widths, parts_by_rank, strict=True) if name}
 
     def chunks(self) -> tuple[int, int]:
         """Return the numbers of this rank's two chunks of a sequence."""
         return self.rank, 2 * self.size - 1 - self.rank
 
     def positions(self, rows: int, device: torch.device) -> torch.Tensor | None:
-        """Return the places of this rank's ``rows`` in the sequence ``[P]``; None with one rank, where they are 0, 1, …"""
+        """Return the positions of this rank's ``rows`` in the sequence ``[P]``; None with one rank, where they are 0, 1, …"""
         if not self:
             return None
         half = torch.arange(rows // 2, device=device)

@@ -40,8 +40,8 @@ from megacpp_mcore.ops.mla import reference
 class MLACoreAttention(MegatronModule):
     """Softmax attention with different query/key and value widths, in ``MLASelfAttention``'s core-attention slot.
 
-    Args are those the stock class passes; ``dispatcher`` comes from the spec, and ``window``, the keys before its own that a
-    query sees, or None for all.
+    Args are those the stock class passes; ``dispatcher`` comes from the spec, and so does ``window``, the number of keys before
+    its own that a query sees, or None for all.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ def _causal(
     config: TransformerConfig,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return ``[S, B, H, V]`` by ``attend``; with fewer queries than keys by the reference: queries are then the last rows."""
+    """Return ``[S, B, H, V]`` by ``attend``; by the reference if queries are fewer than keys, and so the last rows."""
     rows, keys = query_SBHK.shape[0], key_TBHK.shape[0]
     if rows == keys:
-        most = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
-        most |= {} if window is None else {"window": window}
-        return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS, **most)
+        options = {} if seq_idx_BS is None else {"max_documents": len(seq_idx_BS) * max_documents(config, rows)}
+        options |= {} if window is None else {"window": window}
+        return attend(query_SBHK, key_TBHK, value_TBHV, softmax_scale=softmax_scale, seq_idx=seq_idx_BS, **options)
     hidden = torch.ones(rows, keys, dtype=torch.bool, device=query_SBHK.device)
     later = hidden.triu(keys - rows + 1) | (hidden.tril(keys - rows - window - 1) if window is not None else False)
     return reference.mla_attention(
@@ -118,8 +118,8 @@ class SparseCoreAttention(MegatronModule):
 
     A Full layer runs the indexer on detached inputs, attends to its top-k keys, and publishes the selection. A Shared layer has
     no indexer and no loss; it attends to exactly the published keys. The indexer is trained in the backward pass (when exactly:
-    :mod:`megacpp_mcore.ops.indexer.training`) by KL divergence from the attention of the layers it serves, or of its own layer
-    alone (``distill``), averaged over rows, times ``dsa_indexer_loss_coeff``. The loss is then added to Megatron's tracker,
+    :mod:`megacpp_mcore.ops.indexer.training`) by KL divergence from the attention of the layers it serves, or only of its own
+    layer (``distill``), averaged over rows, times ``dsa_indexer_loss_coeff``. The loss is then added to Megatron's tracker,
     which stock's ``training_log`` reads after the last backward pass of the step: it is logged in the step it belongs to.
     Source: DeepSeek-V3.2 report; index cache and multi-layer distillation arXiv 2603.12201.
 
@@ -227,14 +227,14 @@ class SparseCoreAttention(MegatronModule):
         return self.projection_backend.fn(o_SBHV, weight_HCK=up_v_weight.mT).flatten(2)
 
     def _shared(self) -> Selection:
-        """Return the Full layer's selection; in the warm-up runs before a graph's capture, a placeholder of its shape.
+        """Return the Full layer's selection; in the warm-up runs before graph capture, a placeholder of its shape.
 
         At that point the Full layer's graph has been captured but never replayed: no keys exist, and no target sum is consumed.
         """
         if not is_graph_warmup():
             return self.index_cache.read(self.layer_number)
-        coming = self.index_cache.peek(self.layer_number)
-        return Selection(torch.zeros_like(coming.index), sink=None if coming.sink is None else TargetSum())
+        pending = self.index_cache.peek(self.layer_number)
+        return Selection(torch.zeros_like(pending.index), sink=None if pending.sink is None else TargetSum())
 
     def _select(
         self,
@@ -273,14 +273,14 @@ class SparseCoreAttention(MegatronModule):
         """Select keys by the backend; under context parallelism for each of this rank's chunks of the sequence."""
         if not self.context:
             return self.select_backend.fn(q_SBHD, k_TBD, w_SBH, topk, seq_idx_BS)
-        rows, most = len(q_SBHD) // 2, min(topk, len(k_TBD))
-        found = []
+        rows, width = len(q_SBHD) // 2, min(topk, len(k_TBD))
+        index_chunks = []
         for q, w, chunk in zip(q_SBHD.chunk(2), w_SBH.chunk(2), self.context.chunks(), strict=True):
             first, end = chunk * rows, (chunk + 1) * rows
             seq_idx = None if seq_idx_BS is None else seq_idx_BS[:, :end]
             index_BRN = self.select_backend.fn(q, k_TBD[:end], w, topk, seq_idx, first_row=first)
-            found.append(torch.nn.functional.pad(index_BRN, (0, most - index_BRN.shape[2]), value=-1))
-        return torch.cat(found, dim=1)
+            index_chunks.append(torch.nn.functional.pad(index_BRN, (0, width - index_BRN.shape[2]), value=-1))
+        return torch.cat(index_chunks, dim=1)
 
     def _attend_densely(
         self,
@@ -321,26 +321,26 @@ class SparseCoreAttention(MegatronModule):
         _: None,
         scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`_loss_gradients`, over every causal key, in chunks of queries; with documents, one batch row at a time."""
+        """Like :meth:`_loss_gradients`, over every causal key, in query chunks; with documents, one batch row at a time."""
         rows, batch = q_SBHD.shape[:2]
         factor = self._factor(scale)
         weight = factor if self.config.calculate_per_token_loss else factor / (rows * batch)
         reduce = partial(torch.distributed.all_reduce, group=self.pg_collection.tp)
         # Documents differ from one row of the batch to the next.
         slices = [slice(0, batch)] if seq_idx_BS is None else [slice(b, b + 1) for b in range(batch)]
-        found = [
+        chunk_grads = [
             dense_grad(
-                *(tensor[:, here] for tensor in (q_SBHD, k_SBD, w_SBH, query_SBHK, key_TB1K)),
+                *(tensor[:, batch_slice] for tensor in (q_SBHD, k_SBD, w_SBH, query_SBHK, key_TB1K)),
                 weight=weight,
                 softmax_scale=self.softmax_scale,
-                seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[here.start],
+                seq_idx_S=None if seq_idx_BS is None else seq_idx_BS[batch_slice.start],
                 positions_S=self.context.positions(rows, q_SBHD.device),
                 reduce=reduce if self.pg_collection.tp.size() > 1 else None,
                 kernel=self.grad_backend.requested != "reference",
             )
-            for here in slices
+            for batch_slice in slices
         ]
-        divergences, *gradients = zip(*found, strict=True)
+        divergences, *gradients = zip(*chunk_grads, strict=True)
         self._log(torch.cat(divergences).mean())
         dq, dk, dw = (torch.cat(parts, dim=1) for parts in gradients)
         return dq, dk, dw
@@ -348,8 +348,8 @@ class SparseCoreAttention(MegatronModule):
     def _factor(self, scale: torch.Tensor) -> torch.Tensor:
         """Return the factor on the gradients of a mean over this rank's rows; ``scale`` is the schedule's.
 
-        Except with a loss by token, the schedule multiplies by the context-parallel ranks, over which Megatron then averages:
-        its own loss is each rank's part of a mean over all rows.
+        Except with a per-token loss, the schedule multiplies by the number of context-parallel ranks, over which Megatron then
+        averages: its own loss is each rank's part of a mean over all rows.
         """
         ranks = 1 if self.config.calculate_per_token_loss else self.context.size
         return scale * (self.config.dsa_indexer_loss_coeff / ranks)

@@ -24,19 +24,19 @@ def refuse_decoding(config: TransformerConfig, layer_number: int, packed_seq_par
     """Raise ModelError for what decoding does not support: packed rows, context and sequence parallelism."""
     if packed_seq_params is not None:
         raise ModelError(
-            f"layer {layer_number} got packed sequences with an inference context, each of whose rows is one document; "
+            f"layer {layer_number} got packed sequences with an inference context, which holds one document per row; "
             "give each document a row of the batch",
             code="packed-decoding",
         )
     if config.context_parallel_size > 1:
         raise ModelError(
-            f"layer {layer_number}: sequences are split over {config.context_parallel_size} context-parallel ranks; decode at "
-            "--context-parallel-size 1, which a checkpoint can be loaded at"
+            f"layer {layer_number}: sequences are split over {config.context_parallel_size} context-parallel ranks; load the "
+            "checkpoint at --context-parallel-size 1 to decode"
         )
     if config.sequence_parallel:
         raise ModelError(
-            f"layer {layer_number}: the sequence is sharded over {config.tensor_model_parallel_size} ranks; decode at tensor "
-            "parallelism 1, which a checkpoint can be loaded at"
+            f"layer {layer_number}: the sequence is sharded over {config.tensor_model_parallel_size} ranks; load the "
+            "checkpoint at tensor parallelism 1 to decode"
         )
 
 

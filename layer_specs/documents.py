@@ -1,15 +1,15 @@
 """Document boundaries inside a row: how layers read them, and which runs are refused because stock parts ignore them.
 
 Megatron (0.19) has two ways to mark documents. ``--dataloader-inter-document-masking`` packs: every layer of every stage gets
-``packed_seq_params`` with the first row of each document, and multi-token prediction shifts tokens inside documents.
-``--reset-attention-mask`` passes a mask to the layers of only the first and the last stage, and nothing to multi-token
+``packed_seq_params`` with the first row of each document, and multi-token prediction shifts tokens within documents.
+``--reset-attention-mask`` passes a mask only to the layers of the first and the last stage, and nothing to multi-token
 prediction, which then embeds and predicts tokens of the next document; it is refused where that makes a difference.
 
 Either is read once per micro-batch and chunk, by the first layer that needs it; the others get the same tensor
 (:func:`megacpp_mcore.ops.packed.documents.shared`). The host never waits for the GPU, with two exceptions. The first mask of a
 process is read on the host, so that a wrong mask raises a readable error; later ones are checked on the device. And without a
-stock script to say whether masks are reset (Megatron-Bridge), every mask is read on the host, once per micro-batch and chunk:
-a plain causal mask allows runs that a mask with documents does not.
+stock script's arguments for whether masks are reset (Megatron-Bridge), every mask is read on the host, once per micro-batch
+and chunk: a plain causal mask allows runs that a mask with documents does not.
 
 Shape legend: S rows (of the whole sequence), B batch.
 """
@@ -70,16 +70,16 @@ def documents(
         return None
     if config.context_parallel_size > 1:
         raise ModelError(
-            f"layer {layer_number} got an attention mask, of which each of {config.context_parallel_size} context-parallel "
-            "ranks has a part; pass --no-create-attention-mask-in-dataloader (to keep documents apart: "
+            f"layer {layer_number} got an attention mask, sharded over {config.context_parallel_size} context-parallel "
+            "ranks; pass --no-create-attention-mask-in-dataloader (to keep documents apart: "
             "--dataloader-inter-document-masking)",
             code="mask-under-context",
         )
     if attention_mask.dtype == torch.int32:
         check_seq_idx(attention_mask, batch=batch, rows=rows)
         return attention_mask
-    given = attention_mask
-    return shared(given, ("documents", batch, rows), lambda: _masked_documents(config, given, batch, rows))
+    mask = attention_mask
+    return shared(mask, ("documents", batch, rows), lambda: _masked_documents(config, mask, batch, rows))
 
 
 def _masked_documents(
@@ -93,7 +93,7 @@ def _masked_documents(
     if is_reset is False:
         require_one_document(
             seq_idx_BS,
-            lambda: "the attention mask keeps documents apart, which the run did not say; pass --reset-attention-mask",
+            lambda: "the attention mask separates documents, but --reset-attention-mask is not set; pass it",
             wait=wait,
         )
         return None
@@ -140,7 +140,7 @@ def packed_documents(
     if config.context_parallel_size > 1 and not getattr(arguments, "dataloader_inter_document_masking", False):
         raise ModelError(
             f"layer {layer_number}: each packed sequence is split over {config.context_parallel_size} context-parallel ranks, "
-            "and layers expect that the row that holds them is; pack documents by --dataloader-inter-document-masking, or set "
+            "but layers expect the whole row to be split; pack documents with --dataloader-inter-document-masking, or set "
             "--context-parallel-size 1",
             code="packed-under-context",
         )
@@ -191,8 +191,8 @@ def check_run(config: TransformerConfig) -> None:
 def _check_context(config: TransformerConfig, arguments: Any) -> None:
     """Raise ModelError for what a sequence that is split over context-parallel ranks does not support."""
     mask_made = arguments.create_attention_mask_in_dataloader and not arguments.dataloader_inter_document_masking
-    for wrong, what in (
-        (arguments.reset_attention_mask, f"--reset-attention-mask, of whose mask each rank has a part; {_ADVICE}"),
+    for unsupported, problem in (
+        (arguments.reset_attention_mask, f"--reset-attention-mask, which shards its mask over the ranks; {_ADVICE}"),
         (
             mask_made,
             "the mask that Megatron makes for its own attention; pass --no-create-attention-mask-in-dataloader",
@@ -206,11 +206,11 @@ def _check_context(config: TransformerConfig, arguments: Any) -> None:
         (getattr(config, "hybrid_context_parallel", False), "--hybrid-context-parallel; leave it out"),
         (
             config.hierarchical_context_parallel_sizes is not None,
-            "--hierarchical-context-parallel-sizes, which names ways of Transformer Engine's attention; leave it out",
+            "--hierarchical-context-parallel-sizes, which configures Transformer Engine's attention; leave it out",
         ),
     ):
-        if wrong:
-            raise ModelError(f"--context-parallel-size {config.context_parallel_size} does not support {what}")
+        if unsupported:
+            raise ModelError(f"--context-parallel-size {config.context_parallel_size} does not support {problem}")
 
 
 def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None:
@@ -224,13 +224,13 @@ def _check_packed_rows(config: TransformerConfig, micro_batch_size: int) -> None
     kinds = config.moe_router_load_balancing_type
     by_sequence = "seq_aux_loss" in ([kinds] if isinstance(kinds, str) else kinds) and config.num_moe_experts
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
-        what = "which Megatron's pipeline hands from stage to stage in the shape of unpacked ones, mixing them up"
+        flaw = "which Megatron's pipeline sends from stage to stage in the shape of unpacked ones, mixing them up"
     elif by_sequence and config.sequence_parallel:
-        what = "of which Megatron under --sequence-parallel balances experts over all samples together instead of one by one"
+        flaw = "of which Megatron under --sequence-parallel balances experts over all samples together instead of one by one"
     else:
         return
     raise ModelError(
-        f"--dataloader-inter-document-masking packs the {micro_batch_size} samples of a micro-batch into one row, {what}; pass "
+        f"--dataloader-inter-document-masking packs the {micro_batch_size} samples of a micro-batch into one row, {flaw}; pass "
         "--micro-batch-size 1"
     )
 

@@ -1,4 +1,4 @@
-"""An all-gather or a reduce-scatter of rows that is in flight while other work is done, and so is that of its gradient.
+"""An all-gather or reduce-scatter of rows that overlaps other work, and so does the collective of its gradient.
 
 Shape legend: R rows of this rank, S of all ranks, B batch, D and N values of a row.
 """
@@ -15,66 +15,66 @@ from torch.autograd.function import once_differentiable
 from megacpp_mcore.ops.main_grad import MainGrad, add_product_, check_main_grad
 
 WORTH_PIECES = 8 * 2**20
-"""Bytes of a rank's rows from which on products are cut in pieces, of which one runs while rows are sent; with fewer, pieces
-of a product take longer by more than what they hide."""
+"""Bytes of a rank's rows from which products are split into pieces, one of which overlaps the transfer; with fewer, splitting
+a product costs more time than it hides."""
 
 
 class Exchange:
     """A collective of equal parts of every rank along the first dimension, in flight from here to :meth:`end`.
 
-    The backward pass has the other collective in flight from :meth:`end` to here. What was computed between the two is
-    differentiated meanwhile: autograd takes the nodes that are ready in the inverse order of their making.
+    The backward pass has the opposite collective in flight from :meth:`end` to here, overlapping the backward of what was
+    computed between the two: autograd runs ready nodes in the reverse order of their creation.
 
     Args:
-        rows: ``[T, …]``, of which all ranks have as many.
+        rows: ``[T, …]``, equally many on every rank.
         group: the ranks.
         gathers: whether to all-gather, to ``[T · ranks, …]``; otherwise to reduce-scatter, to ``[T / ranks, …]``.
     """
 
     def __init__(self, rows: torch.Tensor, group: distributed.ProcessGroup, *, gathers: bool) -> None:
         self._flight = _Flight(group)
-        self._begun = _Begin.apply(rows, self._flight, gathers)
+        self._in_flight = _Begin.apply(rows, self._flight, gathers)
         self._gathers = gathers
-        self._made: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
 
     def end(self) -> torch.Tensor:
-        """Wait, and return what the collective made; what is there already, the second time."""
-        if self._made is None:
-            self._made = _End.apply(self._begun, self._flight, self._gathers)
-        return self._made
+        """Wait for the collective and return its output; a second call returns the same tensor."""
+        if self._output is None:
+            self._output = _End.apply(self._in_flight, self._flight, self._gathers)
+        return self._output
 
 
 class _Flight:
-    """The collective under way, and its tensors, which live until it is over."""
+    """The collective in flight, and its tensors, kept alive until it completes."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group, self.ranks = group, group.size()
 
     def parts(self, rows: int) -> list[slice]:
-        """Return this rank's part of all ranks' rows, of which each has ``rows``, then what comes before and after it."""
+        """Return this rank's slice of all ranks' rows (``rows`` each), then the slices before and after it."""
         start = self._group.rank() * rows
         parts = slice(start, start + rows), slice(0, start), slice(start + rows, self.ranks * rows)
         return [part for part in parts if part.start < part.stop]
 
     def swap(self, rows: torch.Tensor) -> None:
-        """Begin to send every other rank its part of ``rows``, in their order, and to receive as much from each."""
+        """Start an all-to-all: send every other rank its part of ``rows``, in rank order, and receive as much from each."""
         sizes = [len(rows) // (self.ranks - 1)] * self.ranks
         sizes[self._group.rank()] = 0
-        made = torch.empty_like(rows)
-        work = distributed.all_to_all_single(made, rows, sizes, sizes, self._group, async_op=True)
-        self._under_way = rows, made, work
+        received = torch.empty_like(rows)
+        work = distributed.all_to_all_single(received, rows, sizes, sizes, self._group, async_op=True)
+        self._under_way = rows, received, work
 
     def begin(self, rows: torch.Tensor, *, gathers: bool) -> torch.Tensor:
         rows, ranks = rows.contiguous(), self.ranks
-        made = rows.new_empty(len(rows) * ranks if gathers else len(rows) // ranks, *rows.shape[1:])
+        output = rows.new_empty(len(rows) * ranks if gathers else len(rows) // ranks, *rows.shape[1:])
         collective = distributed.all_gather_into_tensor if gathers else distributed.reduce_scatter_tensor
-        self._under_way = rows, made, collective(made, rows, group=self._group, async_op=True)
-        return made
+        self._under_way = rows, output, collective(output, rows, group=self._group, async_op=True)
+        return output
 
     def end(self) -> torch.Tensor:
-        _, made, work = self.__dict__.pop("_under_way")
+        _, output, work = self.__dict__.pop("_under_way")
         work.wait()
-        return made
+        return output
 
 
 class _Begin(torch.autograd.Function):
@@ -90,15 +90,15 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, begun: torch.Tensor, flight: _Flight, gathers: bool) -> torch.Tensor:
+    def forward(ctx: Any, in_flight: torch.Tensor, flight: _Flight, gathers: bool) -> torch.Tensor:
         ctx.flight, ctx.gathers = flight, gathers
         flight.end()
-        return begun.view_as(begun)
+        return in_flight.view_as(in_flight)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.flight.begin(gradient, gathers=not ctx.gathers)
-        return gradient, None, None  # for the node before, which returns the other's
+        return gradient, None, None  # a placeholder for _Begin, which returns the collective's output
 
 
 def gathered_products(
@@ -107,15 +107,15 @@ def gathered_products(
     main_grads: Sequence[MainGrad | None],
     group: distributed.ProcessGroup,
 ) -> tuple[torch.Tensor, ...]:
-    """Map ``[R, B, D] -> [S, B, N]`` by each weight ``[N, D]``: all ranks' rows times it, of which own ones come first.
+    """Map ``[R, B, D] -> [S, B, N]`` by each weight ``[N, D]``: multiply all ranks' rows by it, this rank's first.
 
-    The others' rows are sent meanwhile; in the backward pass, gradients of rows while those of weights are computed, which are
-    this rank's part of a sum, as are those of weights that all ranks have.
+    This overlaps the transfer of the other ranks' rows. In the backward pass the transfer of row gradients overlaps weight
+    gradients, which are this rank's part of a sum, also for weights that all ranks have.
 
     Args:
-        rows_RBD: as many on every rank; kept for the backward pass with the others'.
+        rows_RBD: equally many on every rank; kept for the backward pass with the other ranks'.
         weights: one or more, in the dtype of the rows.
-        main_grads: of each weight, where its gradient is added instead of being returned.
+        main_grads: for each weight, where its gradient is added instead of being returned.
         group: the ranks.
 
     Raises:
@@ -136,39 +136,39 @@ class _GatheredProducts(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         flight = _Flight(group)
-        whole_SBD = flight.begin(rows_RBD, gathers=True)
-        outputs = tuple(whole_SBD.new_empty(*whole_SBD.shape[:2], len(weight)) for weight in weights)
-        for rows, source in _pieces(flight, rows_RBD, whole_SBD):
+        gathered_SBD = flight.begin(rows_RBD, gathers=True)
+        outputs = tuple(gathered_SBD.new_empty(*gathered_SBD.shape[:2], len(weight)) for weight in weights)
+        for rows, source in _pieces(flight, rows_RBD, gathered_SBD):
             for weight_ND, output_SBN in zip(weights, outputs, strict=True):
                 torch.mm(source.flatten(0, -2), weight_ND.t(), out=output_SBN[rows].flatten(0, -2))
         ctx.flight, ctx.main_grads = flight, main_grads
-        ctx.save_for_backward(whole_SBD, *weights)
+        ctx.save_for_backward(gathered_SBD, *weights)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole_SBD, *weights = ctx.saved_tensors
+        gathered_SBD, *weights = ctx.saved_tensors
         flat = [gradient.flatten(0, -2) for gradient in gradients]
         if ctx.needs_input_grad[0]:
             drows = torch.mm(flat[0], weights[0])
             for gradient, weight_ND in zip(flat[1:], weights[1:], strict=True):
                 drows.addmm_(gradient, weight_ND)
-            ctx.flight.begin(drows.view_as(whole_SBD), gathers=False)
-        found = [
-            _of_weight(gradient, whole_SBD, main_grad) if is_needed else None
+            ctx.flight.begin(drows.view_as(gathered_SBD), gathers=False)
+        weight_grads = [
+            _of_weight(gradient, gathered_SBD, main_grad) if is_needed else None
             for gradient, main_grad, is_needed in zip(gradients, ctx.main_grads, ctx.needs_input_grad[3:], strict=True)
         ]
-        return ctx.flight.end() if ctx.needs_input_grad[0] else None, None, None, *found
+        return ctx.flight.end() if ctx.needs_input_grad[0] else None, None, None, *weight_grads
 
 
 def scattered_product(
     x_SBK: torch.Tensor, weight_NK: torch.Tensor, main_grad: MainGrad | None, group: distributed.ProcessGroup
 ) -> torch.Tensor:
-    """Map ``[S, B, K] -> [R, B, N]``: this rank's rows of the sum over ranks of each one's ``x`` times its weight.
+    """Map ``[S, B, K] -> [R, B, N]``: this rank's rows of the sum over ranks of each rank's ``x`` times its weight.
 
-    The others' rows are multiplied first, and are sent while own ones are; in the backward pass, gradients of rows are gathered
-    while those of own ones are multiplied.
+    The other ranks' rows are multiplied first and sent while this rank's are multiplied; in the backward pass, row gradients
+    are gathered while this rank's are multiplied.
 
     Args:
         x_SBK: of all ranks' rows; kept for the backward pass.
@@ -210,28 +210,28 @@ class _ScatteredProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_RBN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_SBK, weight_NK = ctx.saved_tensors
-        whole_SBN = ctx.flight.begin(gradient_RBN, gathers=True)
+        gathered_SBN = ctx.flight.begin(gradient_RBN, gathers=True)
         dx_SBK = torch.empty_like(x_SBK)
-        for rows, source in _pieces(ctx.flight, gradient_RBN, whole_SBN):
+        for rows, source in _pieces(ctx.flight, gradient_RBN, gathered_SBN):
             torch.mm(source.flatten(0, -2), weight_NK, out=dx_SBK[rows].flatten(0, -2))
         is_needed = ctx.needs_input_grad[1]
-        return dx_SBK, _of_weight(whole_SBN, x_SBK, ctx.main_grad) if is_needed else None, None, None
+        return dx_SBK, _of_weight(gathered_SBN, x_SBK, ctx.main_grad) if is_needed else None, None, None
 
 
-def _pieces(flight: _Flight, rows: torch.Tensor, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield where pieces of the gathered rows lie, and they: own ones first, others once received; few rows in one piece."""
+def _pieces(flight: _Flight, rows: torch.Tensor, gathered: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield slices of the gathered rows with their rows: this rank's first, others once received; few rows in one piece."""
     if rows.nbytes < WORTH_PIECES:
         flight.end()
-        yield slice(None), whole
+        yield slice(None), gathered
         return
     own, *others = flight.parts(len(rows))
     yield own, rows
     flight.end()
-    yield from ((part, whole[part]) for part in others)
+    yield from ((part, gathered[part]) for part in others)
 
 
 def _of_weight(gradient: torch.Tensor, rows: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor | None:
-    """Return the gradient of a weight whose product with ``rows`` has ``gradient``, or what stands for it once it is added."""
+    """Return a weight's gradient from ``rows`` and their product's ``gradient``, or a placeholder if it was accumulated."""
     gradient_NT, rows_TD = gradient.flatten(0, -2).t(), rows.flatten(0, -2)
     if main_grad is None:
         return gradient_NT @ rows_TD

@@ -1,10 +1,10 @@
-"""E: a mixture-of-experts layer: stock's MoELayer with the routed experts of this package, or with stock's own.
+"""E: a mixture-of-experts layer: stock's MoELayer with this package's routed experts, or with stock's.
 
 Stock has one parameter per expert and matrix, and runs the experts on rows that its dispatcher has permuted. Ours stack all
 experts into one parameter per matrix, which a grouped GEMM reads in place; they take the tokens unpermuted, with their routing,
-and the host reads nothing. With expert parallelism that is so under ``--moe-token-dispatcher-type allgather``: every rank
-gathers the tokens of all, during the router (not beside tensor parallelism), and sums over ranks are scattered, during the
-shared expert; so are their gradients. Initial values and distributed checkpoints are stock's.
+without a host sync. With expert parallelism this needs ``--moe-token-dispatcher-type allgather``: tokens are all-gathered over
+ranks during the router (not with tensor parallelism), and sums over ranks are reduce-scattered during the shared expert; so are
+their gradients. Initial values and distributed checkpoints are stock's.
 
 Shape legend: S sequence, B batch, T tokens or rows routed to this rank's experts, N experts of this rank, E all experts,
 D hidden, F expert width.
@@ -105,7 +105,7 @@ def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolut
     """Choose our routed experts or stock's; stock's if the run needs a feature that only they have, or kernels we lack.
 
     Raises:
-        BackendError: the run requests ours by name, and such a feature as well, or only backends of an op that does not run.
+        BackendError: the run requests ours by name and also such a feature, or only backends of an op that does not run.
     """
     why = why_stock_experts(config)
     op, needs = expert_op(config)
@@ -149,7 +149,7 @@ def takes_tokens(config: TransformerConfig) -> bool:
 
 
 def why_stock_experts(config: TransformerConfig) -> str | None:
-    """Name the first feature left to the run that it requests and only stock's experts have, or None."""
+    """Name the first requested feature that only stock's experts support, or None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
     of_bridge = getattr(config, "megacpp_optimizer", "adam")  # whose loop has no arguments
     optimizer = getattr(arguments, "optimizer", of_bridge)
@@ -157,11 +157,11 @@ def why_stock_experts(config: TransformerConfig) -> str | None:
     flex = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else "deepep"
     # Our kernels save no activations; the reference, used for other dtypes, saves what autograd saves.
     kept = config.params_dtype != torch.bfloat16 and "moe_act" in (config.recompute_modules or ())
-    for requested, what in (
+    for requested, feature in (
         (config.quant_recipe is not None, "FP8 experts (--te-precision-config-file)"),
         (config.moe_router_padding_for_quantization, "--moe-router-padding-for-quantization"),
         (flex != "deepep", f"--moe-flex-dispatcher-backend {flex}, which pads rows"),
-        (config.expert_gtp_weight_remat_size > 1, "expert weights cut over data-parallel ranks"),
+        (config.expert_gtp_weight_remat_size > 1, "expert weights sharded over data-parallel ranks"),
         (config.moe_single_grouped_weight, "--moe-single-grouped-weight"),
         (config.use_transformer_engine_op_fuser, "--use-transformer-engine-op-fuser"),
         (config.overlap_dispatch_backward_with_experts_wgrad, "--overlap-dispatch-backward-with-experts-wgrad"),
@@ -179,7 +179,7 @@ def why_stock_experts(config: TransformerConfig) -> str | None:
         (config.recompute_granularity == "selective" and kept, f"--recompute-modules moe_act in {config.params_dtype}"),
     ):
         if requested:
-            return what
+            return feature
     return None
 
 
@@ -199,9 +199,9 @@ def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
 class ExpertsLayer(MoELayer):
     """Stock's MoELayer, which passes tokens to its experts unpermuted if they accept that.
 
-    The token dispatcher is then bypassed: the experts take the routing map and return the sum over each token's experts. Where
-    they are divided over ranks, each takes the tokens of all, with the columns of its own experts, and sums over ranks are
-    rounded to the dtype of the tokens.
+    The token dispatcher is then bypassed: the experts take the routing map and return the sum over each token's experts. With
+    expert parallelism, each rank takes all ranks' tokens with the columns of its own experts, and sums over ranks are rounded
+    to the dtype of the tokens.
 
     Args:
         backends: the chosen routed experts and router in ``submodules``; for receipts.
@@ -216,7 +216,7 @@ class ExpertsLayer(MoELayer):
         self.gathers_tokens = self.takes_tokens and self.ep_group.size() > 1
         self._routing_TE: torch.Tensor | None = None
         self._readers: Sequence[torch.Tensor] = ()
-        self._mine: torch.Tensor | None = None
+        self._shared_input: torch.Tensor | None = None
         self._tokens: Exchange | None = None
         self._shared: torch.Tensor | None = None
         sums = self.takes_tokens and self.use_shared_expert and compute_device() == "cuda"
@@ -231,31 +231,31 @@ class ExpertsLayer(MoELayer):
             self.experts.set_layer_number(layer_number)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the stock method; in training on a GPU the shared expert's output is returned in place of the bias, unadded."""
+        """As the stock method; in training on a GPU the shared expert's output is returned as the bias, not added yet."""
         output, bias = super().forward(*args, **kwargs)
         shared, self._shared = self._shared, None
         return output, bias if shared is None else shared
 
     def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Run the shared expert, the first of three readers of the input; where sums are sent, :meth:`combine` does."""
+        """Run the shared expert, the first of three readers of the input; with gathered tokens, :meth:`combine` does."""
         if self.adds_three and self.training:
             from megacpp_mcore.ops.add import fork3
 
             hidden_states, *self._readers = fork3(hidden_states)
         if self.gathers_tokens:
-            self._mine = hidden_states
+            self._shared_input = hidden_states
             self._tokens = Exchange(self._readers[1] if self._readers else hidden_states, self.ep_group, gathers=True)
             if self.attn_tp_group.size() > 1:
-                # The router sums over these ranks, and NCCL wants the collectives of two groups in one order, which branches of
-                # a graph do not have.
+                # The router reduces over these ranks, and NCCL needs collectives of two groups in the same order everywhere,
+                # which branches of a graph do not guarantee.
                 self._tokens.end()
             return None
         return super().shared_experts_compute(hidden_states)
 
     def route(self, hidden_states: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Route the tokens."""
-        mine = self._readers[0] if self._readers else hidden_states
-        probs, routing_map = super().route(mine, *args)
+        reader = self._readers[0] if self._readers else hidden_states
+        probs, routing_map = super().route(reader, *args)
         return probs, routing_map
 
     def preprocess(
@@ -269,16 +269,16 @@ class ExpertsLayer(MoELayer):
         if self._tokens is not None:
             # Before the probabilities are gathered, so that backward has their gradients first, and the router's meanwhile.
             hidden_states, self._tokens = self._tokens.end(), None
-            mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+            local_experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
             routing_map, probs = (
-                gather_from_sequence_parallel_region(one, group=self.ep_group)[:, mine]
-                for one in (routing_map.view(torch.uint8), probs)
+                gather_from_sequence_parallel_region(tensor, group=self.ep_group)[:, local_experts]
+                for tensor in (routing_map.view(torch.uint8), probs)
             )
         self._routing_TE = routing_map.bool()
         return hidden_states, probs
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-to-all tokens to their experts; where these take tokens, :meth:`preprocess` has gathered them."""
+        """All-to-all tokens to their experts; if these take tokens, :meth:`preprocess` has already gathered them."""
         return (hidden_states, probs) if self.takes_tokens else super().dispatch(hidden_states, probs)
 
     def routed_experts_compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -290,12 +290,12 @@ class ExpertsLayer(MoELayer):
         return output_TD.view_as(hidden_states), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
-        """Return every token's rows, or its sum over ranks, to its rank, if it was sent; run the shared expert meanwhile."""
+        """Return every token's rows, or its sum over ranks, to its rank, if it was sent; overlap the shared expert."""
         if not self.takes_tokens:
             return super().combine(output)
-        if self._mine is not None:
+        if self._shared_input is not None:
             sums = Exchange(output, self.ep_group, gathers=False)
-            self._shared, self._mine = super().shared_experts_compute(self._mine), None
+            self._shared, self._shared_input = super().shared_experts_compute(self._shared_input), None
             output = sums.end()
         return output
 
@@ -312,7 +312,7 @@ class ExpertsLayer(MoELayer):
 
 
 def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """Return stock's sum of a layer's output, bias and residual, by one kernel where the bias is another output."""
+    """Return stock's sum of a layer's output, bias and residual, in one kernel if the bias is another output."""
     stock = get_bias_dropout_add(training, fused)
 
     def add(
@@ -320,7 +320,7 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         output, bias = output_with_bias
         if bias is not None and bias.shape[:-1] != output.shape[:-1] and bias.numel() == output.numel():
-            # Packed rows: the layer lays only the output out as one row again (``_maybe_reflatten_from_moe``).
+            # Packed rows: the layer flattens only the output back into one row (``_maybe_reflatten_from_moe``).
             bias = bias.transpose(0, 1).reshape(output.shape)
             output_with_bias = output, bias
         if bias is None or prob or not output.is_cuda or bias.shape != output.shape:
@@ -386,13 +386,13 @@ class StackedExperts(MegatronModule):
         """
         main_grads = [main_grad_of(weight, self.config) for weight in (self.weight1, self.weight2)]
         if self.takes_tokens:
-            how: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "topk": min(self.config.moe_router_topk, self.num_local_experts),
                 "main_grads": main_grads,
             }
             if self.ep_group.size() > 1:
-                how["exact"] = False
-            return self.backend.fn(hidden_TD, routed, probs, self.weight1, self.weight2, **how), None
+                options["exact"] = False
+            return self.backend.fn(hidden_TD, routed, probs, self.weight1, self.weight2, **options), None
         return self.backend.fn(hidden_TD, routed, self.weight1, self.weight2, probs, main_grads=main_grads), None
 
     def backward_dw(self) -> None:
@@ -431,13 +431,13 @@ def expert_matrices(experts: Any) -> tuple[list[torch.nn.Parameter], list[torch.
     """Return the first and the second matrices of stock's experts, expert by expert: ``[F, D]`` and ``[D, F]``."""
     numbers = range(experts.num_local_experts)
     if isinstance(experts, TEGroupedMLP):
-        one, two = (
+        first, second = (
             [getattr(linear, f"weight{number}") for number in numbers]
             for linear in (experts.linear_fc1, experts.linear_fc2)
         )
-        return one, two
-    alone = experts.local_experts
-    return [one.linear_fc1.weight for one in alone], [one.linear_fc2.weight for one in alone]
+        return first, second
+    local = experts.local_experts
+    return [expert.linear_fc1.weight for expert in local], [expert.linear_fc2.weight for expert in local]
 
 
 def _stacked(matrices: list[torch.nn.Parameter]) -> torch.nn.Parameter:
@@ -460,7 +460,7 @@ def _by_expert(
     """Return the shards of a stacked parameter, or of its optimizer state; ``places`` has the offsets of each expert."""
     if flattened_range is not None:
         raise ModelError(
-            f"{key}: an expert of stacked ones has no part of a flattened shard; save with --dist-ckpt-optim-fully-reshardable"
+            f"{key}: stacked experts cannot be split out of a flattened shard; save with --dist-ckpt-optim-fully-reshardable"
         )
     return [
         ShardedTensor.from_rank_offsets(key, matrix, *offsets, replica_id=replica_id, prepend_axis_num=len(offsets))
@@ -474,16 +474,16 @@ def _by_expert(
 def _linears(stock: MoESubmodules, config: TransformerConfig, parts: Parts) -> MoESubmodules:
     """Return ``stock`` with output matrices initialized by the unsharded fan-in, and a shared expert that exchanges no rows.
 
-    As small as a routed one, it takes less time whole, on the rows of a rank, than its rows take from rank to rank; with
-    --moe-shared-expert-overlap the dispatcher sends them.
+    The shared expert is as small as a routed one: running all of it on a rank's own rows takes less time than exchanging rows.
+    With --moe-shared-expert-overlap the dispatcher exchanges them.
     """
 
     def drawn(experts: Any, is_uncut: bool = False) -> partial[Any]:
-        given = experts.keywords["submodules"]
-        linears = {"linear_fc1": given.linear_fc1, "linear_fc2": drawn_by_input_size(given.linear_fc2)}
+        stock_linears = experts.keywords["submodules"]
+        linears = {"linear_fc1": stock_linears.linear_fc1, "linear_fc2": drawn_by_input_size(stock_linears.linear_fc2)}
         if is_uncut:
-            linears = {name: partial(UncutLinear, whole=parts.whole_linear, cut=one) for name, one in linears.items()}
-        return partial(experts, submodules=dataclasses.replace(given, **linears))
+            linears = {name: partial(UncutLinear, whole=parts.whole_linear, cut=cut) for name, cut in linears.items()}
+        return partial(experts, submodules=dataclasses.replace(stock_linears, **linears))
 
     shared = drawn(stock.shared_experts, is_uncut=not config.moe_shared_expert_overlap)
     return dataclasses.replace(stock, experts=drawn(stock.experts), shared_experts=shared)
@@ -569,6 +569,6 @@ class FP8Experts(TEGroupedMLP):
             if not getattr(self, name).will_execute_quantized(False):
                 raise ModelError(
                     f"layer {self.layer_number}: {name} of the experts has no FP8 recipe from the run's precision file, and "
-                    "would run in BF16; build the model with Megatron's GPTModel or HybridModel, which hand it out, or "
+                    "would run in BF16; build the model with Megatron's GPTModel or HybridModel, which assign it, or "
                     "leave --te-precision-config-file out"
                 )

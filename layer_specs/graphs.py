@@ -55,19 +55,19 @@ NOT_REPEATED = ("core_attn", "mlp", "moe", "shared_experts")
 """The ``--recompute-modules`` that Megatron skips in layers with a CUDA graph; ``moe`` in all layers, if the run has graphs."""
 
 IN_GRAPHS = ("block", "current")
-"""The FP8 recipes that graphs hold: their scales are computed from each tensor, whatever came before."""
+"""The FP8 recipes that graphs support: their scales are computed from each tensor, independent of history."""
 
 VARYING = ("rampup_batch_size", "step_batch_size_schedule")
-"""Arguments by which a step has more micro-batches later."""
+"""Arguments that change the number of micro-batches of a step during a run."""
 
 MTP = "MTP"
-"""Key, beside the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
+"""Key, next to the numbers of trunk layers, of the layer that multi-token prediction applies at every depth."""
 
 
 class GraphManager(CudaGraphManager):
-    """Stock's manager of a layer's graphs; renews the weights that these read quantised, once a step.
+    """Stock's manager of a layer's graphs; refreshes the quantised weights that these read, once a step.
 
-    Stock calls the method below before it records or replays a layer, once data parallelism has gathered the weights.
+    Stock calls the method below before it records or replays a layer, after data parallelism has gathered the weights.
     """
 
     def get_cudagraph_runner(self, megatron_module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +85,8 @@ class GraphLayer(PlannedLayer):
 
     Args:
         not_captured: why the layer is not captured; empty if it is.
-        sends: whether the layer is the last of a pipeline's stage, whose output is a copy: Megatron frees what it has sent, and
-            a replay would write there. Of the gradient that a stage sends, autograd makes a copy itself.
+        sends: whether the layer is the last of a pipeline stage, whose output is then copied: Megatron frees what it has sent,
+            and a replay would write there. Autograd itself copies the gradient that a stage sends.
     """
 
     def __init__(self, *args: Any, not_captured: str, sends: bool = False, **kwargs: Any) -> None:
@@ -123,12 +123,12 @@ class GraphLayer(PlannedLayer):
         if isinstance(self.self_attention, IdentityOp):
             samples = packed_seq_params and PackedSeqParams(tokens_per_sample=packed_seq_params.tokens_per_sample)
             return super().__call__(hidden_states=hidden_states, packed_seq_params=samples, **kwargs)
-        cut = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         seq_idx_BS = documents(
             self.config,
             self.layer_number,
             batch=hidden_states.shape[1],
-            rows=hidden_states.shape[0] * cut,
+            rows=hidden_states.shape[0] * shards,
             attention_mask=attention_mask,
             packed_seq_params=packed_seq_params,
         )
@@ -168,7 +168,7 @@ class GraphPlan:
         return with_inner_layer(block, lambda layer: self.spec(layer, MTP)) if self else block
 
     def describe(self) -> list[str]:
-        """Return lines of the startup log: which layers are captured, and which are not and why; none without graphs."""
+        """Return startup log lines: which layers are captured, and which are not and why; empty without graphs."""
         if not self:
             return []
         captured = [key for key in self.letters if key not in self.eager]
@@ -191,7 +191,7 @@ def graph_plan(
 ) -> GraphPlan:
     """Return which layers of ``model`` are captured; none unless the run requests CUDA graphs.
 
-    Under tensor and expert parallelism graphs hold collectives, and are reset before the process ends, however it ends.
+    Under tensor and expert parallelism graphs hold collectives, so they are reset before the process exits, also on errors.
     """
     if config.cuda_graph_impl == "none":
         return GraphPlan()
@@ -213,7 +213,7 @@ def graph_plan(
 
 
 def _why_not_experts(config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None) -> str:
-    """Say why E layers are not captured; empty if they are: of experts that take unpermuted tokens the host reads nothing."""
+    """Return why E layers are not captured; empty if they are: experts that take unpermuted tokens need no host sync."""
     if CudaGraphModule.attn in config.cuda_graph_modules:
         return "--cuda-graph-modules attn"
     if settings is not None and settings.recompute.experts:
@@ -238,7 +238,7 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
         recomputed += [f"--recompute-modules {name}" for name in config.recompute_modules or () if name in NOT_REPEATED]
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     changing = [f"--{name.replace('_', '-')}" for name in VARYING if getattr(arguments, name, None) is not None]
-    for wrong, what in (
+    for unsupported, problem in (
         (
             config.cuda_graph_impl != IMPLEMENTATION,
             f"--cuda-graph-impl {config.cuda_graph_impl} cannot hold its layers; pass --cuda-graph-impl {IMPLEMENTATION}",
@@ -273,5 +273,5 @@ def check_graphs(model: Model, config: TransformerConfig, settings: PluginConfig
             f"maxima of delayed only under its own FP8); use {' or '.join(IN_GRAPHS)}, or leave --cuda-graph-impl out",
         ),
     ):
-        if wrong:
-            raise ModelError(f"{model.name}: {what} (of a recipe: --set cuda_graphs=false)")
+        if unsupported:
+            raise ModelError(f"{model.name}: {problem} (of a recipe: --set cuda_graphs=false)")

@@ -63,7 +63,7 @@ class NAM56RStack(HybridStack):
         config: Megatron's TransformerConfig (stock scripts), or a provider that is one and has the model's fields (Bridge).
         submodules: from :data:`nam56r_hybrid`; ignored, since the specs are built for the layers of this chunk.
         layer_type_list: the symbols of this chunk's layers; or
-        layer_config_list: a copy of ``config`` for each, whose class says its symbol. They are older than what is set on
+        layer_config_list: a copy of ``config`` for each layer, with a class per symbol. The copies predate what is set on
             ``config`` here, and are not used.
         pp_layer_offset: how many layers come before it.
         preset: the model, unless the file of ``MEGACPP_CONFIG`` or the provider names it.
@@ -86,7 +86,7 @@ class NAM56RStack(HybridStack):
         layer_config_list: Sequence[TransformerConfig] = (),
         **arguments: Any,
     ) -> None:
-        symbols = layer_type_list or [_symbol(each) for each in layer_config_list]
+        symbols = layer_type_list or [_symbol(layer_config) for layer_config in layer_config_list]
         layers = range(pp_layer_offset + 1, pp_layer_offset + len(symbols) + 1)
         super().__init__(
             config,
@@ -120,7 +120,7 @@ class NAM56RStack(HybridStack):
 
 
 class SharedMTPLayer(RepeatedLayer):
-    """The MTP layer of GPTModel, in place of the stack of stock layers that HybridModel builds from the pattern.
+    """The MTP layer of GPTModel, instead of the stack of stock layers that HybridModel builds from the pattern.
 
     Raises:
         ModelError: the MTP pattern is not :data:`megacpp_mcore.model.hybrid.MTP_BLOCK`.
@@ -142,9 +142,9 @@ class SharedMTPLayer(RepeatedLayer):
 
 
 class Spec:
-    """What ``--spec megacpp_mcore PRESET`` names, for either model class, which asks for no more than it needs.
+    """The object that ``--spec megacpp_mcore PRESET`` names, for either model class.
 
-    HybridModel builds its stack from it, as from a ModuleSpec. It is none, since GPTModel's builder calls what is not.
+    HybridModel builds its stack from it, as from a ModuleSpec. It is not a ModuleSpec, as GPTModel's builder would not call it.
     """
 
     module = NAM56RStack
@@ -168,7 +168,7 @@ nam56r_hybrid = Spec(DEFAULT)
 
 
 def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
-    """Find the run's configuration objects and hybrid pattern: a provider's own, or Megatron's arguments under a script."""
+    """Return the run's configuration objects and hybrid pattern: a provider's, or Megatron's arguments under a script."""
     arguments = global_vars._GLOBAL_ARGS  # None where no stock script runs; get_args() would assert
     if hasattr(config, "hybrid_layer_pattern") or arguments is None:
         return (config,), getattr(config, "hybrid_layer_pattern", None)
@@ -178,13 +178,13 @@ def _described(config: TransformerConfig) -> tuple[tuple[Any, ...], str | None]:
 
 
 def _symbol(config: TransformerConfig) -> str:
-    """Return the symbol of the layer that Megatron has made a configuration for; ModelError if it has none."""
+    """Return the symbol of the layer that Megatron made a configuration for; raise ModelError if there is none."""
     classes: dict[str, type] = hybrid_layer_allocation.LAYER_SYMBOL_TO_CONFIG_CLASS
     for symbol, its_class in classes.items():
         if isinstance(config, its_class):
             return symbol
     raise ModelError(
-        f"HybridModel gives a layer the configuration {type(config).__name__}, which no symbol of a pattern has; expected "
+        f"HybridModel gives a layer the configuration {type(config).__name__}, which belongs to no pattern symbol; expected "
         f"one of {', '.join(its_class.__name__ for its_class in classes.values())}"
     )
 
@@ -202,7 +202,7 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
     expected = hybrid.plan(model).symbols[layers.start - 1 : layers.stop - 1]
     if layers not in chunks or symbols != expected:  # NumberedLayer selects by number, not by symbol
         raise ModelError(
-            f"{model.name}: HybridModel wants to build {symbols!r} as layers {layers.start}–{layers.stop - 1}, which are "
+            f"{model.name}: HybridModel would build {symbols!r} as layers {layers.start}–{layers.stop - 1}, which are "
             f"{expected!r} of the stages {', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; give it the "
             "run's own --hybrid-layer-pattern, and neither first nor last stages of their own"
         )

@@ -2,8 +2,8 @@
 
 The fan-in rule (docs/model.md, "The start"): a matrix has standard deviation 1 / √(columns), one that writes to the residual
 stream 1 / √(columns · 2 · depth). Megatron's modules use two init functions of the configuration, which see one rank's shard:
-enough for matrices that tensor parallelism splits by rows. Those that write to the residual are split by columns, so they are
-built with :func:`drawn_by_input_size`, which knows the unsharded width.
+sufficient for matrices that tensor parallelism splits by rows. Those that write to the residual are split by columns, so they
+are built with :func:`drawn_by_input_size`, which knows the unsharded width.
 """
 
 from __future__ import annotations

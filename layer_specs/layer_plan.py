@@ -47,16 +47,16 @@ def recomputed(function: Callable[..., Any], *, by_engine: bool = False) -> Call
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         values = dict(enumerate(args)) | kwargs
-        moving = [name for name, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad]
-        if not moving or not torch.is_grad_enabled():
+        grad_names = [name for name, value in values.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+        if not grad_names or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        kept = {name: value for name, value in values.items() if name not in moving}
+        constants = {name: value for name, value in values.items() if name not in grad_names}
 
         def call(*tensors: torch.Tensor) -> Any:
-            found = kept | dict(zip(moving, tensors, strict=True))
-            return function(*(found[i] for i in range(len(args))), **{name: found[name] for name in kwargs})
+            inputs = constants | dict(zip(grad_names, tensors, strict=True))
+            return function(*(inputs[i] for i in range(len(args))), **{name: inputs[name] for name in kwargs})
 
-        tensors = [values[name] for name in moving]
+        tensors = [values[name] for name in grad_names]
         if by_engine:
             # Imported late: a patch may have replaced it.
             from megatron.core.extensions.transformer_engine import te_checkpoint
@@ -76,9 +76,9 @@ def recompute(module: torch.nn.Module, *, by_engine: bool = False) -> None:
 
 
 def recompute_in_chunks(mlp: torch.nn.Module) -> None:
-    """Have ``mlp``, ``[S, B, D] -> ([S, B, D], None)``, compute chunks of rows one by one, each recomputed in backward.
+    """Make ``mlp``, ``[S, B, D] -> ([S, B, D], None)``, compute chunks of rows one by one, each recomputed in backward.
 
-    Its modules are called once a chunk, which Megatron's marks of a first call have to allow (:class:`RepeatedLayer`).
+    Its modules are called once per chunk, which Megatron's first-call marks have to allow (:class:`RepeatedLayer`).
     """
     method: Any = mlp.forward
     run = recomputed(method.__func__)
@@ -122,14 +122,14 @@ class LayerPlan:
         outside = dataclasses.replace(self, fp8=None, is_mtp=True)
         changed = with_inner_layer(block, lambda layer: outside.spec(layer, ATTENTION.letter))
         if self.fp8 is not None and self.fp8.fp8.mtp:
-            changed.layer_specs = [dataclasses.replace(one, params={"scopes": self.fp8}) for one in changed.layer_specs]
+            changed.layer_specs = [dataclasses.replace(old, params={"scopes": self.fp8}) for old in changed.layer_specs]
         return changed
 
     def apply(self, layer: TransformerLayer, letter: str) -> None:
         """Replace linear layers, then wrap in recompute, and wrap that in an FP8 scope."""
         if self.linear:
-            done = te_linear.report(te_linear.replace(layer))
-            log_single_rank(logger, logging.INFO, f"megacpp-mcore: layer {layer.layer_number}: linear layers: {done}")
+            report = te_linear.report(te_linear.replace(layer))
+            log_single_rank(logger, logging.INFO, f"megacpp-mcore: layer {layer.layer_number}: linear layers: {report}")
         family = FAMILIES[letter]
         scopes = self.fp8 if self.fp8 is not None and family.fp8 in self.fp8.fp8.on else None
         if family.recompute in self.recompute.on:
@@ -170,7 +170,7 @@ class PlannedLayer(TransformerLayer):
         plan.apply(self, family)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method; leaves what names this layer if a value is not finite."""
+        """As the stock method; records this layer so that a non-finite value can be traced to it."""
         output = super().__call__(*args, **kwargs)
         hold(self, args[0] if args else kwargs["hidden_states"], output[0])
         return output
@@ -191,8 +191,8 @@ def layer_plan(settings: PluginConfig | None, config: TransformerConfig) -> Laye
     features, source = settings.transformer_engine, str(settings.path)
     if features.linear and config.transformer_impl != "local":
         raise ModelError(
-            f"{source}: transformer_engine: {{linear: true}} replaces Megatron's local linear layers, and the run has "
-            f"--transformer-impl {config.transformer_impl}, whose are Transformer Engine's; leave it out, or use local"
+            f"{source}: transformer_engine: {{linear: true}} replaces Megatron's local linear layers, but the run has "
+            f"--transformer-impl {config.transformer_impl}, which uses Transformer Engine's; remove it, or use local"
         )
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert; None where no stock script runs
     fsdp2 = getattr(arguments, "use_torch_fsdp2", False)
@@ -206,5 +206,5 @@ def _rows(config: TransformerConfig, arguments: Any) -> int | None:
     """Return the rows of a micro-batch on this rank; None without arguments."""
     if arguments is None:
         return None
-    cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return int(arguments.seq_length * arguments.micro_batch_size // (cut * config.context_parallel_size))
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(arguments.seq_length * arguments.micro_batch_size // (shards * config.context_parallel_size))

@@ -74,12 +74,12 @@ class Mamba3Mixer(Mixer):
         self.in_proj = InProjection(config, parts, config.init_method, self.tp_group, projection)
         self.out_proj = self.output_projection(row_linear, model.mamba_inner)
         self._add_parameters(heads)
-        told = global_vars._GLOBAL_ARGS is not None  # without a stock script nothing says the micro-batch
-        kept = policy.mamba_keeps(getattr(config, RUN, None) if told else None)
+        has_arguments = global_vars._GLOBAL_ARGS is not None  # without a stock script the micro-batch size is unknown
+        to_keep = policy.mamba_keeps(getattr(config, RUN, None) if has_arguments else None)
         self.backend = dispatcher.request_in_place(
             "mamba3",
             "triton",
-            kept and f"triton_keep_{kept}",
+            to_keep and f"triton_keep_{to_keep}",
             "the GPU's memory is estimated to suffice for it",
             layer=layer_number,
             head_dim=ssm.head_dim,

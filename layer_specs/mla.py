@@ -25,10 +25,10 @@ def mla_widths(config: MLATransformerConfig) -> dict[str, Any]:
 def rotation(rotary: torch.nn.Module, rows: int, *, whole: bool = False) -> torch.Tensor:
     """Return the RoPE table of a sequence's first ``rows``, computed once per table of the stock module.
 
-    Under context parallelism ``[rows / ranks, R]``, those of this rank, unless ``whole``.
+    Under context parallelism ``[rows / ranks, R]`` for this rank's rows, unless ``whole``.
     """
-    found = rotary(rows, packed_seq=True) if whole else rotary(rows)
-    angle_S11R, scale = (found, 1.0) if isinstance(found, torch.Tensor) else found
+    table = rotary(rows, packed_seq=True) if whole else rotary(rows)
+    angle_S11R, scale = (table, 1.0) if isinstance(table, torch.Tensor) else table
 
     def make() -> torch.Tensor:
         with torch.inference_mode(False):  # a run that decodes first may train later
@@ -38,7 +38,7 @@ def rotation(rotary: torch.nn.Module, rows: int, *, whole: bool = False) -> torc
 
 
 def replaces_modules(backend: Resolution | None, *modules: torch.nn.Module) -> bool:
-    """Return whether ``backend`` runs instead of ``modules``, on their weights; if so, waits until these are gathered.
+    """Return whether ``backend`` runs instead of ``modules``, on their weights; if so, wait until these are gathered.
 
     Without a backend, or with the reference, the modules are called.
     """

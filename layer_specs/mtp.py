@@ -39,8 +39,8 @@ class RepeatedLayer(MultiTokenPredictionLayer):
     """The MTP layer, whose weights get gradients from every depth of a micro-batch.
 
     Megatron (0.19.2, ``core/extensions/transformer_engine.py``) marks the first call of a linear layer, and Transformer Engine
-    writes the weight's gradient of a marked call over what is in ``main_grad``: with several depths the first is marked, and
-    the others, whose backward passes come before, would be lost. The mark is for cached quantised weights, which MTP has not.
+    overwrites ``main_grad`` with the weight's gradient of a marked call: with several depths the first is marked, and the
+    gradients of the others, which run backward earlier, would be lost. The mark serves cached quantised weights; MTP has none.
 
     Args:
         scopes: the run's FP8 scopes, if the projection is in one.
@@ -56,20 +56,20 @@ class RepeatedLayer(MultiTokenPredictionLayer):
                 module.disable_parameter_transpose_cache = True  # so that no call is marked
 
     def _concat_embeddings(self, hidden_states: torch.Tensor, decoder_input: torch.Tensor) -> torch.Tensor:
-        """As the stock method, which gathers columns; :class:`UncutLinear` has all, of this rank's rows."""
+        """As the stock method, which gathers columns; :class:`UncutLinear` has all columns of this rank's rows."""
         if not self.config.sequence_parallel:
             return super()._concat_embeddings(hidden_states, decoder_input)
         normed = self.enorm(decoder_input), self.hnorm(hidden_states)
         return self.eh_proj(torch.cat(normed, dim=-1))[0]
 
     def _get_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method, whose use of the embedding is one of several."""
+        """As the stock method; marks its use of the embedding as one of several."""
         with depth_of_mtp():
             return super()._get_embeddings(*args, **kwargs)
 
 
 def check_gradients(config: TransformerConfig, arguments: Any) -> None:
-    """Refuse Megatron-FSDP where it has each depth's gradients written over those of the depth before.
+    """Refuse Megatron-FSDP where it would overwrite each depth's gradients with those of the next.
 
     It marks every weight so (0.19.2, ``overwrite_main_grad``); ``arguments``: Megatron's, None where no stock script runs.
 
@@ -103,14 +103,14 @@ class FeedForward(MLP):
 
 
 def feed_forward(stock: Callable[..., MLP], dispatcher: Dispatcher, fused: bool) -> Callable[..., MLP]:
-    """Return a builder of what ``stock`` builds, by the op where a backend of it is requested by name."""
+    """Return a builder of what ``stock`` builds, running the op if one of its backends is requested by name."""
 
-    def build(config: TransformerConfig, **given: Any) -> MLP:
+    def build(config: TransformerConfig, **options: Any) -> MLP:
         sizes = {"hidden": config.hidden_size, "ffn": config.ffn_hidden_size}
         backend = dispatcher.resolve_or_stock(
             "feed_forward", why_stock_feed_forward(config, fused), **sizes, **backend_needs(config)
         )
-        layer = stock(config=config, **given)
+        layer = stock(config=config, **options)
         if backend.observed != STOCK:
             layer.__class__ = FeedForward  # parameters keep their checkpoint keys
         layer.backend = backend
@@ -120,16 +120,16 @@ def feed_forward(stock: Callable[..., MLP], dispatcher: Dispatcher, fused: bool)
 
 
 def why_stock_feed_forward(config: TransformerConfig, fused: bool) -> str | None:
-    """Name the first feature that the run requests of the feed-forward layer and only stock's has, or None."""
+    """Name the first requested feature that only stock's feed-forward layer supports, or None."""
     arguments = global_vars._GLOBAL_ARGS  # get_args() would assert
-    for requested, what in (
+    for requested, feature in (
         (fused, "transformer_engine: {mtp: true}, which fuses its norm"),
         (config.tensor_model_parallel_size > 1, "--tensor-model-parallel-size"),
         (getattr(arguments, "use_torch_fsdp2", False), "--use-torch-fsdp2"),
         (getattr(arguments, "use_megatron_fsdp", False), "--use-megatron-fsdp"),
     ):
         if requested:
-            return what
+            return feature
     return None
 
 
@@ -137,7 +137,7 @@ def mtp_block(parts: Parts, dispatcher: Dispatcher, window: int | None) -> Multi
     """Return the spec of the MTP layer of all depths (``mtp_use_repeated_layer``): ``[norm(emb); norm(h)]`` → D → block → norm.
 
     With ``transformer_engine: {mtp: true}`` the feed-forward's norm is fused into its first linear layer. LayerNormMLP is not
-    used: its GELU has only the tanh form, and the model's is erf.
+    used: its GELU has only the tanh form, and the model uses erf.
 
     Raises:
         BackendError: this is requested, and Transformer Engine is not available.

@@ -91,7 +91,7 @@ def nam56r(config: Any, vp_stage: int | None = None, preset: str = DEFAULT) -> H
     transformer = getattr(config, "transformer", config)
     sources = (transformer, config)
     settings = plugin_config.from_environment()
-    if not vp_stage:  # once: between chunks one stage may wait for a later chunk of another, as for tied embeddings
+    if not vp_stage:  # once: between chunks a stage may wait for a later chunk of another stage, as for tied embeddings
         ranks.compare(settings)
     configure_engine(settings)
     model = model_of(sources, settings, preset)
@@ -109,7 +109,7 @@ def nam56r(config: Any, vp_stage: int | None = None, preset: str = DEFAULT) -> H
 
 
 def start(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
-    """Do what precedes the layers in either model class, and leave the run in :data:`~megacpp_mcore.arguments.read.RUN`."""
+    """Do the setup before the layers of either model class, and store the run in :data:`~megacpp_mcore.arguments.read.RUN`."""
     apply_patches(settings)
     setattr(config, RUN, announce_policy(model, config, settings))
     claim_save_folder(settings)
@@ -134,7 +134,7 @@ def block_submodules(
     plan, graphs = layer_plan(settings, config), graph_plan(model, config, dispatcher, settings)
     for line in graphs.describe() if not vp_stage else ():  # of all layers, once
         print_rank_0(f"megacpp-mcore: {line}")
-    last = set(layers[-1:]) - {len(model.layers)}  # what the final norm reads is not sent
+    last = set(layers[-1:]) - {len(model.layers)}  # the final norm's input is not sent
     specs = []
     for number in layers:
         spec = layer_spec(model, config, number, parts, dispatcher, index_cache)
@@ -147,7 +147,7 @@ def block_submodules(
 def mtp_submodules(
     model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: plugin_config.PluginConfig | None
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the MTP block's spec, recomputed or in CUDA graphs as the run asks."""
+    """Return the MTP block's spec, recomputed or in CUDA graphs as the run requests."""
     block = layer_plan(settings, config).mtp(
         mtp_block(parts_for(config), dispatcher, model.window(model.mtp.attention))
     )
@@ -156,7 +156,7 @@ def mtp_submodules(
 
 @dataclass(frozen=True)
 class Asked:
-    """What a family's spec is made from: the run's model, configuration, parts and backends, and the layer's role."""
+    """Inputs of a family's spec: the run's model, configuration, parts and backends, and the layer's role."""
 
     model: Model
     config: TransformerConfig
@@ -175,18 +175,18 @@ class Asked:
         return self.mixer(ModuleSpec(module=mixer, params=params))
 
 
-def _attention(asked: Asked) -> ModuleSpec:
-    if asked.role not in grammar.SPARSE:
-        return asked.mixer(full_attention(asked.parts, asked.dispatcher, asked.model.window(asked.role)))
-    full = asked.role == grammar.FULL_INDEX
-    return asked.mixer(sparse_attention(asked.parts, asked.dispatcher, asked.index_cache, asked.model.dsa, full=full))
+def _attention(layer: Asked) -> ModuleSpec:
+    if layer.role not in grammar.SPARSE:
+        return layer.mixer(full_attention(layer.parts, layer.dispatcher, layer.model.window(layer.role)))
+    full = layer.role == grammar.FULL_INDEX
+    return layer.mixer(sparse_attention(layer.parts, layer.dispatcher, layer.index_cache, layer.model.dsa, full=full))
 
 
 SPECS: dict[str, Callable[[Asked], ModuleSpec]] = {
     "A": _attention,
-    "E": lambda asked: expert_layer_spec(asked.config, asked.parts, asked.dispatcher),
-    "M": lambda asked: asked.recurrence(Mamba3Mixer),
-    "R": lambda asked: asked.recurrence(M2RNNMixer),
+    "E": lambda layer: expert_layer_spec(layer.config, layer.parts, layer.dispatcher),
+    "M": lambda layer: layer.recurrence(Mamba3Mixer),
+    "R": lambda layer: layer.recurrence(M2RNNMixer),
 }
 """The spec of a layer of each of :data:`megacpp_mcore.model.families.FAMILIES`."""
 
@@ -205,7 +205,7 @@ def layer_spec(
 
 
 def configure_engine(settings: plugin_config.PluginConfig | None) -> None:
-    """Set which features of Transformer Engine and which vendors' kernels this process may use, from the run's file."""
+    """Set which Transformer Engine features and vendor kernels this process may use, from the run's configuration file."""
     if settings is None:
         te_imports.configure(None)
         vendor_switches.configure(None)
@@ -218,7 +218,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
     """Print a stock script's launch policy, once and on rank 0, unless our launcher has; refuse what does not fit this GPU.
 
     Returns:
-        The run; without a stock script, which has no command line, its model, layout and settings alone.
+        The run; without a stock script, and so without a command line, only its model, layout and settings.
 
     Raises:
         LaunchError: as :func:`megacpp_mcore.policy.check_memory`.
@@ -230,7 +230,7 @@ def announce_policy(model: Model, config: TransformerConfig, settings: plugin_co
         lowering.check_overwritten(model, sys.argv[1:])
     device, processes = "cpu" if cpu.is_active() else "cuda", torch.distributed.get_world_size()
     run = read(sys.argv[1:], device=device, processes=processes, model=model, settings=settings)
-    # The layout may come from a file or a checkpoint; how it is carried out stays what the arguments say.
+    # The layout may come from a file or a checkpoint; how it is executed is still up to the arguments.
     run = dataclasses.replace(run, layout=layout_of(config)).carried_out(dataclasses.asdict(run.execution))
     policy.check_memory(run)
     policy.announce(
@@ -258,17 +258,17 @@ def claim_save_folder(settings: plugin_config.PluginConfig | None) -> None:
 
 
 def apply_patches(settings: plugin_config.PluginConfig | None) -> None:
-    """Apply the patches that the model requires, and on a GPU :data:`LOSS_PATCH` and :data:`ADAM_PATCH` as the run asks."""
+    """Apply the patches that the model requires, and on a GPU :data:`LOSS_PATCH` and :data:`ADAM_PATCH` as requested."""
     speed = settings.speed_defaults if settings is not None else plugin_config.SpeedDefaults()
     on_gpu = compute_device() == "cuda"
-    more = ((speed.linear_cross_entropy, LOSS_PATCH), (speed.adam_in_one_pass, ADAM_PATCH))
-    patches.apply((*patches.OF_NAM56R, *(name for asked, name in more if asked and on_gpu)))
+    optional = ((speed.linear_cross_entropy, LOSS_PATCH), (speed.adam_in_one_pass, ADAM_PATCH))
+    patches.apply((*patches.OF_NAM56R, *(name for enabled, name in optional if enabled and on_gpu)))
 
 
 def prepare(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
     """Set the fields of Megatron's configuration that a hybrid model needs and no flag sets.
 
-    The backward pass stays in the thread that calls it: PyTorch's own thread for a GPU takes the CPU longer to launch from.
+    The backward pass runs in the thread that calls it: launching from PyTorch's own GPU thread costs more CPU time.
     """
     torch.autograd.set_multithreading_enabled(False)
     set_start(model, config)
@@ -285,9 +285,9 @@ def prepare(model: Model, config: TransformerConfig, settings: plugin_config.Plu
     # Read by the code that packs documents and by the layers (megacpp_mcore.layer_specs.documents).
     config.max_documents = settings.max_documents if settings is not None else None
     if grammar.FULL_INDEX in model.roles:
-        # Without this the schedules leave the indexer's loss unscaled, num_microbatches times too strong.
+        # Without this the schedules leave the indexer's loss unscaled, num_microbatches times too large.
         config.experimental_attention_variant_loss_scale_func = DSAIndexerLossAutoScaler.set_loss_scale
-        # Ranks that hold tracker values all-reduce them over the pipeline: a stage without a Full layer has to join in.
+        # Ranks that hold tracker values all-reduce them over the pipeline: a stage without a Full layer has to participate.
         tracker = DSAIndexerLossLoggingHelper.tracker
         if "values" not in tracker or tracker["values"].numel() != config.num_layers:  # left by a model built earlier
             tracker["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
@@ -300,19 +300,19 @@ def check_layout(
     chunks: tuple[range, ...],
     settings: plugin_config.PluginConfig | None = None,
 ) -> None:
-    """Refuse a run whose parallel layout does not fit ``model``; ``chunks`` are the stages as Megatron really splits them.
+    """Refuse a run whose parallel layout does not fit ``model``; ``chunks`` are the stages as Megatron actually splits them.
 
     Raises:
         ModelError: the layout does not fit, or the run requests a feature that the model's layers lack.
     """
     layout = layout_of(config)
-    for asked, what in (
+    for requested, what in (
         (config.fp8, "--fp8-format, which wraps every layer in FP8,"),
         (config.fp4, "--fp4-format, which wraps every layer in FP4,"),
         (config.delay_wgrad_compute, "--delay-wgrad-compute"),
         (
             config.overlap_moe_expert_parallel_comm,
-            "--overlap-moe-expert-parallel-comm, whose schedule wants stock's layers,",
+            "--overlap-moe-expert-parallel-comm, whose schedule needs stock's layers,",
         ),
         (config.expert_tensor_parallel_size not in (None, 1), "--expert-tensor-parallel-size above 1"),
         (
@@ -323,7 +323,7 @@ def check_layout(
         (getattr(config, "mtp_hsm", False), "--mtp-hsm"),
         (getattr(config, "enable_mhc_connections", False), "--enable-mhc-connections"),
     ):
-        if asked:
+        if requested:
             raise ModelError(f"{model.name}: {what} is not supported yet; leave it out")
     model.check_divisible(layout)
     if implementation(config) == "local":  # its latent projections are split over TP; Transformer Engine's are not

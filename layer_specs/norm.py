@@ -1,4 +1,4 @@
-"""Norms by the op ``rms_norm``: a layer's input norm with its residual as one autograd function on a GPU; others alone.
+"""Norms by the op ``rms_norm``: a layer's input norm with its residual as one autograd function on a GPU; others without.
 
 Stock's TransformerLayer accepts a pair from its input norm (megatron-core 0.19, ``transformer/transformer_layer.py``) and adds
 the pair's residual, so that one kernel sums both gradients.
@@ -28,20 +28,20 @@ def residual_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.n
 
 
 def plain_norm(parts: Parts, dispatcher: Dispatcher) -> Callable[..., torch.nn.Module]:
-    """Return a builder as that of :func:`residual_norm`, of a norm without a residual."""
+    """Return a builder like that of :func:`residual_norm`, for a norm without a residual."""
     return functools.partial(_build, parts, dispatcher, parts.norm, False)
 
 
 def why_stock_norm(config: TransformerConfig) -> str | None:
-    """Name the first feature that the run requests of these norms and only stock's have, or None."""
+    """Name the first requested feature that only stock's norms support, or None."""
     offloaded = {"attn_norm", "mlp_norm"} & set(config.offload_modules or ())
-    for requested, what in (
+    for requested, feature in (
         (config.fp32_residual_connection, "--fp32-residual-connection"),
         (_recomputed(config), "--recompute-modules layernorm, which frees what the norm returns"),
         (config.fine_grained_activation_offloading and offloaded, f"offloaded {', '.join(sorted(offloaded))}"),
     ):
         if requested:
-            return what
+            return feature
     return None
 
 
@@ -73,7 +73,7 @@ def _build(
 
 @functools.cache
 def _by_op(norm: Any, has_residual: bool) -> Any:
-    """Subclass of a norm's class, with its name, that returns what the op ``rms_norm`` computes, the pair or its first."""
+    """Subclass of a norm's class, with its name, that runs the op ``rms_norm`` and returns the pair or only the norm."""
 
     def pair(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalize: ``[..., D] -> (normed, residual)``."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class TorchNorm:
-    """Builds ``torch.nn.RMSNorm`` or ``LayerNorm`` whose gradients are right under sequence parallelism.
+    """Builds ``torch.nn.RMSNorm`` or ``LayerNorm`` whose gradients are correct under sequence parallelism.
 
     Megatron-Core 0.19's own wrapper refuses sequence parallelism, and its default norm depends on which ``apex`` is
     importable, so norms are named explicitly here.
@@ -90,7 +90,7 @@ class DuplicatedLinear(MegatronModule):
                 f"DuplicatedLinear got bias={bias}, parallel_mode={parallel_mode!r}; expected no bias, duplicated"
             )
         self.weight = torch.nn.Parameter(filled((output_size, input_size), config, init_method, config.params_dtype))
-        mark_replicated(self.weight, config)  # as Transformer Engine's is
+        mark_replicated(self.weight, config)  # like Transformer Engine's
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Project: ``x [..., in] -> ([..., out], None)``."""
@@ -108,38 +108,38 @@ class WholeLinear(DuplicatedLinear):
 
 
 class UncutLinear:
-    """Builds a linear layer, with the arguments of a column- or row-parallel one, whole on every tensor-parallel rank.
+    """Builds a linear layer, with the arguments of a column- or row-parallel one, replicated on every tensor-parallel rank.
 
-    Each rank multiplies its own rows of the sequence, so that none are gathered or scattered, and the gradient is summed over
-    ranks once a step, with those of the norms. Without sequence parallelism all ranks have all rows, and ``cut`` is built.
+    Each rank multiplies its own rows of the sequence, so no rows are gathered or scattered, and the gradient is summed over
+    ranks once a step, like those of the norms. Without sequence parallelism all ranks have all rows, and ``cut`` is built.
 
     Args:
-        whole, cut: the classes of the layer on every rank, and of a part of it on each.
+        whole, cut: the classes of the replicated and of the sharded layer.
     """
 
-    def __new__(cls, *sizes: int, whole: type, cut: Callable[..., Any], config: TransformerConfig, **given: Any) -> Any:
+    def __new__(cls, *sizes: int, whole: type, cut: Callable[..., Any], config: TransformerConfig, **extra: Any) -> Any:
         """Return the layer; it is never an instance of this class."""
         if not config.sequence_parallel:
-            return cut(*sizes, config=config, **given)
-        kept = {name: given.get(name) for name in ("init_method", "bias", "skip_bias_add", "name")}
-        linear = whole(*sizes, config=config, **kept, parallel_mode="duplicated", skip_weight_param_allocation=False)
-        linear.weight.partition_dim = -1  # Transformer Engine's is 0, along which Muon would join the ranks' copies
+            return cut(*sizes, config=config, **extra)
+        common = {name: extra.get(name) for name in ("init_method", "bias", "skip_bias_add", "name")}
+        linear = whole(*sizes, config=config, **common, parallel_mode="duplicated", skip_weight_param_allocation=False)
+        linear.weight.partition_dim = -1  # Transformer Engine sets 0: Muon would concatenate the ranks' copies
         return linear
 
 
 @functools.cache
 def scattering(linear: type) -> type:
-    """Subclass of a row-parallel linear layer, of its name and arguments, that sends large outputs while it computes others.
+    """Subclass of a row-parallel linear layer, with its name and arguments, that sends large outputs while computing others.
 
-    It does so under sequence parallelism, in a run without a feature for which the layer has other ways: FP8, userbuffers,
-    delayed gradients of weights, offloaded activations, and local layers that Transformer Engine's replace.
+    Only under sequence parallelism, in a run without a feature that the layer implements separately: FP8, userbuffers,
+    delayed weight gradients, offloaded activations, and local layers that Transformer Engine's replace.
     """
 
     def __init__(self: Any, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         linear.__init__(self, *sizes, config=config, **options)  # type: ignore[misc]
-        others = (config.fp8, config.fp4, config.quant_recipe, config.tp_comm_overlap, config.delay_wgrad_compute)
-        is_other = any(others) or config.cpu_offloading or te_imports.features().linear
-        if config.sequence_parallel and not (is_other or options["bias"]):
+        unsupported = (config.fp8, config.fp4, config.quant_recipe, config.tp_comm_overlap, config.delay_wgrad_compute)
+        is_unsupported = any(unsupported) or config.cpu_offloading or te_imports.features().linear
+        if config.sequence_parallel and not (is_unsupported or options["bias"]):
             self.__class__ = sending
 
     def forward(self: Any, x_SBK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -150,9 +150,9 @@ def scattering(linear: type) -> type:
         main_grad = main_grad_of(self.weight, self.config)
         return exchange.scattered_product(x_SBK, self.weight, main_grad, self.tp_group), None
 
-    of_stock = linear.__name__, (linear,)
-    sending = type(*of_stock, {"forward": forward, "__module__": linear.__module__})
-    return type(*of_stock, {"__init__": __init__, "__module__": linear.__module__})
+    name_and_bases = linear.__name__, (linear,)
+    sending = type(*name_and_bases, {"forward": forward, "__module__": linear.__module__})
+    return type(*name_and_bases, {"__init__": __init__, "__module__": linear.__module__})
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Parts:
     """The linear, norm and expert classes of one ``transformer_impl``.
 
     ``row_linear`` writes to the residual stream; ``residual_norm`` is stock's norm where a layer's residual begins, which
-    ``--fused-residual-rmsnorm`` changes under Transformer Engine. ``whole_linear`` is not split, as ``duplicated_linear``, and
-    has the checkpoint keys of those that are.
+    ``--fused-residual-rmsnorm`` changes under Transformer Engine. ``whole_linear`` is not split, like ``duplicated_linear``,
+    but has the checkpoint keys of those that are.
     """
 
     column_linear: type
@@ -193,7 +193,7 @@ def parts_for(config: TransformerConfig) -> Parts:
 
 
 def implementation(config: TransformerConfig) -> str:
-    """Return ``transformer_engine`` or ``local``: whose classes :func:`parts_for` returns."""
+    """Return ``transformer_engine`` or ``local``, the source of the classes that :func:`parts_for` returns."""
     return "local" if te_disabled() else str(config.transformer_impl)
 
 
@@ -253,7 +253,7 @@ def _local_parts() -> Parts:
 
 def _refuse_without_te(config: TransformerConfig) -> None:
     """Raise ModelError for requested stock features that only Transformer Engine has."""
-    for requested, what, remedy in (
+    for requested, feature, remedy in (
         (config.quant_recipe is not None, "FP8 experts", "leave --te-precision-config-file out"),
         (config.moe_permute_fusion, "fused permutation of tokens", "leave --moe-permute-fusion out"),
         (config.moe_router_fusion, "a fused router", "leave --moe-router-fusion out"),
@@ -263,7 +263,7 @@ def _refuse_without_te(config: TransformerConfig) -> None:
     ):
         if requested:
             raise ModelError(
-                f"the run requests {what}, which Megatron has only in Transformer Engine, and {te_disabled()}; {remedy}, "
+                f"the run requests {feature}, which Megatron has only in Transformer Engine, and {te_disabled()}; {remedy}, "
                 "or unset the variable"
             )
 
@@ -283,11 +283,11 @@ class Mixer(MegatronModule):
 
     Adds to MegatronModule: parameters initialized unsharded from the data-parallel RNG state and then split over tensor
     parallelism (so that initial values do not depend on it), parameters that stay fp32 under ``Float16Module``, replicated
-    parameters, read through :meth:`replicated`, whose gradients are summed over tensor parallelism, the sharded state dict of
-    them all, and the document boundaries that a state must not cross.
+    parameters, read through :meth:`replicated`, with gradients summed over tensor parallelism, the sharded state dict of
+    all of them, and the document boundaries that a state must not cross.
     """
 
-    _version = checkpoint_layout.LAYOUT  # torch writes it into a plain state_dict, as of ``--ckpt-format torch``
+    _version = checkpoint_layout.LAYOUT  # torch writes it into a plain state_dict, as with ``--ckpt-format torch``
 
     def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
@@ -308,17 +308,17 @@ class Mixer(MegatronModule):
             ModelError: the axis is not divisible by the tensor-parallel size.
         """
         dtype = torch.float32 if fp32 else self.config.params_dtype
-        whole = filled(shape, self.config, init, dtype)
+        values = filled(shape, self.config, init, dtype)
         if axis is not None:
             if shape[axis] % self.tp_size:
                 raise ModelError(
                     f"{name} has {shape[axis]} entries on axis {axis}, not a multiple of TP {self.tp_size}"
                 )
-            whole = whole.chunk(self.tp_size, dim=axis)[self.tp_rank].clone()
+            values = values.chunk(self.tp_size, dim=axis)[self.tp_rank].clone()
             self._sharded[name] = axis
         if fp32:
             self._fp32.add(name)
-        parameter = torch.nn.Parameter(whole)
+        parameter = torch.nn.Parameter(values)
         if axis is None:
             mark_replicated(parameter, self.config)
         is_cut = axis is not None and self.tp_size > 1

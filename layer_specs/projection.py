@@ -3,12 +3,12 @@
 A mixer projects its input to several parts (z, x, B, C, … of Mamba-3; q, k, v, … of M²RNN). They are rows of one weight, so
 one GEMM computes them all, and the parts are slices of its output. At every TP size each part starts at a multiple of
 :data:`ALIGNMENT` values, and the total width is such a multiple, so vectorised loads and TMA descriptors can read a part in
-place. The gaps are padded with rows of zeros, which get no gradient and are in no checkpoint.
+place. The gaps are padded with rows of zeros, which get no gradient and are not in checkpoints.
 
-Parts by heads or groups are split over tensor parallelism; the others (of heads that all ranks share) are replicated, and their
-gradients summed over the ranks. A replicated part cannot share a parameter with a split one: in the gradient norm Megatron
-counts a parameter either on every rank or once in all. So there is one weight at TP 1, and two above, which read the same
-gathered input. A checkpoint stores every part separately, and loads at any TP size.
+Per-head and per-group parts are split over tensor parallelism; the others (of heads that all ranks share) are replicated, and
+their gradients summed over the ranks. A replicated part cannot share a parameter with a split one: in the gradient norm
+Megatron counts a parameter either on every rank or once overall. So there is one weight at TP 1, and two above, which read the
+same gathered input. A checkpoint stores every part separately, and loads at any TP size.
 
 Shape legend: S sequence (of this rank), B batch, D hidden, N values per token.
 """
@@ -51,8 +51,8 @@ class Part:
         name: key in the forward pass's result and in checkpoints.
         rows: over all tensor-parallel ranks.
         replicated: every rank has all rows; otherwise rank r of n has the r-th of n equal slices.
-        follows: starts where the part before it ends, without padding between them.
-        exact: stays in the weight's dtype, with all parts behind it, where others are multiplied in FP8.
+        follows: starts where the previous part ends, without padding.
+        exact: stays in the weight's dtype, with all parts after it, where others are multiplied in FP8.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a part lies in one rank's weight: ``rows`` rows from ``start``."""
+    """Position of a part in one rank's weight: ``rows`` rows from ``start``."""
 
     part: Part
     start: int
@@ -72,7 +72,7 @@ class Slot:
 
 
 def slots(parts: tuple[Part, ...], tp_size: int) -> tuple[tuple[Slot, ...], int]:
-    """Return where each of ``parts`` lies in the weight of one of ``tp_size`` ranks, and that weight's rows with padding.
+    """Return the slot of each of ``parts`` in the weight of one of ``tp_size`` ranks, and that weight's rows with padding.
 
     Raises:
         ModelError: the rows of a part are not divisible by ``tp_size``.
@@ -82,7 +82,7 @@ def slots(parts: tuple[Part, ...], tp_size: int) -> tuple[tuple[Slot, ...], int]
         if not part.replicated and part.rows % tp_size:
             raise ModelError(
                 f"the projection of {part.name} has {part.rows} rows, not a multiple of tensor parallelism {tp_size}; "
-                "choose one that divides it"
+                "choose a size that divides it"
             )
         start = end if part.follows else _aligned(end)
         end = start + (part.rows if part.replicated else part.rows // tp_size)
@@ -109,7 +109,7 @@ class InProjection(MegatronModule):
         parts: in the order of their rows.
         init_method: of all rows.
         tp_group: the tensor-parallel ranks.
-        backend: what multiplies the rows before the first exact part less exactly, if anything does; its function is as
+        backend: multiplies the rows before the first exact part in lower precision, if given; its function is like
             :func:`megacpp_mcore.ops.mamba3_projection.reference.project`.
 
     Raises:
@@ -117,7 +117,7 @@ class InProjection(MegatronModule):
     """
 
     follows_transformer_impl = False
-    """So that receipts do not report it as a fall-back from Transformer Engine, which has no such layer."""
+    """Keeps receipts from reporting it as a fall-back from Transformer Engine, which has no such layer."""
 
     def __init__(
         self,
@@ -131,24 +131,24 @@ class InProjection(MegatronModule):
         self.tp_group, self.backend = tp_group, backend  # read for receipts
         self.tp_size, self.tp_rank = tp_group.size(), tp_group.rank()
         # The initial values of each part are the same at every tensor parallelism.
-        whole = {part.name: filled((part.rows, config.hidden_size), config, init_method) for part in parts}
+        full = {part.name: filled((part.rows, config.hidden_size), config, init_method) for part in parts}
         together = self.tp_size == 1
         cut = parts if together else tuple(part for part in parts if not part.replicated)
         self.slots, rows = slots(cut, self.tp_size)
         self.inexact_rows = inexact_rows(parts, self.tp_size)
-        self.weight = self._parameter(self.slots, rows, whole, is_cut=not together)
+        self.weight = self._parameter(self.slots, rows, full, is_cut=not together)
         self.replicated_slots: tuple[Slot, ...] = ()
         if not together and len(cut) < len(parts):
             self.replicated_slots, rows = slots(tuple(part for part in parts if part.replicated), self.tp_size)
-            self.replicated_weight = self._parameter(self.replicated_slots, rows, whole, is_cut=False)
+            self.replicated_weight = self._parameter(self.replicated_slots, rows, full, is_cut=False)
             mark_replicated(self.replicated_weight, config)
 
     def _parameter(
-        self, placed: tuple[Slot, ...], rows: int, whole: dict[str, torch.Tensor], *, is_cut: bool
+        self, placed: tuple[Slot, ...], rows: int, full: dict[str, torch.Tensor], *, is_cut: bool
     ) -> torch.nn.Parameter:
-        weight_ND = next(iter(whole.values())).new_zeros(rows, self.config.hidden_size)
+        weight_ND = next(iter(full.values())).new_zeros(rows, self.config.hidden_size)
         for slot in placed:
-            values = whole[slot.part.name]
+            values = full[slot.part.name]
             if not slot.part.replicated:
                 values = values.chunk(self.tp_size)[self.tp_rank]
             weight_ND[slot.start : slot.start + slot.rows] = values
@@ -164,8 +164,8 @@ class InProjection(MegatronModule):
             weights = list(self.parameters())
             main_grads = [main_grad_of(weight, self.config) for weight in weights]
             outputs = gathered_products(hidden_SBD, weights, main_grads, self.tp_group)
-            made = [_split(*pair) for pair in zip(outputs, (self.slots, self.replicated_slots), strict=False)]
-            return {name: part for parts in made for name, part in parts.items()}
+            split_outputs = [_split(*pair) for pair in zip(outputs, (self.slots, self.replicated_slots), strict=False)]
+            return {name: part for parts in split_outputs for name, part in parts.items()}
         if self.config.sequence_parallel:
             hidden_SBD = gather_from_sequence_parallel_region(
                 hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
@@ -224,15 +224,15 @@ class InProjection(MegatronModule):
         def build(key: str, rows: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
             if flattened_range is not None:
                 raise ModelError(
-                    f"{key} is requested as a range of numbers {flattened_range}, and its parts are rows; save the optimizer "
-                    "with --dist-ckpt-optim-fully-reshardable or as Megatron does by default"
+                    f"{key} is requested as a flattened range {flattened_range}, but its parts are rows; save the optimizer "
+                    "with --dist-ckpt-optim-fully-reshardable or in Megatron's default format"
                 )
-            found = []
+            shards = []
             for slot in placed:
                 offsets = list(sharded_offsets)
                 if not slot.part.replicated and self.tp_size > 1:
                     offsets.append((len(sharded_offsets), self.tp_rank, self.tp_size))
-                found.append(
+                shards.append(
                     ShardedTensor.from_rank_offsets(
                         f"{key}.{slot.part.name}",
                         rows[slot.start : slot.start + slot.rows],
@@ -241,11 +241,11 @@ class InProjection(MegatronModule):
                         prepend_axis_num=len(sharded_offsets),
                     )
                 )
-            return found
+            return shards
 
-        def merge(found: list[torch.Tensor]) -> torch.Tensor:
-            weight = found[0].new_zeros(shape)
-            for slot, rows in zip(placed, found, strict=True):
+        def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+            weight = parts[0].new_zeros(shape)
+            for slot, rows in zip(placed, parts, strict=True):
                 weight[slot.start : slot.start + slot.rows] = rows
             return weight
 
@@ -253,8 +253,8 @@ class InProjection(MegatronModule):
 
 
 def _split(output_SBN: torch.Tensor, placed: Sequence[Slot], start: int = 0) -> dict[str, torch.Tensor]:
-    """Split ``output_SBN``, of the rows from ``start``, into views of its parts, at once, so that their gradients are joined in
-    at most one copy."""
+    """Split ``output_SBN``, of the rows from ``start``, into views of its parts in one call, so that their gradients are
+    concatenated in at most one copy."""
     pieces, end = [], start
     for slot in placed:
         pieces += [("", slot.start - end), (slot.part.name, slot.rows)]

@@ -21,14 +21,14 @@ _LOSS = "seq_aux_loss"
 
 
 def why_stock_router(config: TransformerConfig) -> str | None:
-    """Name the first feature that the run requests of its router and only stock's has, or None."""
-    for requested, what in (
+    """Name the first requested feature that only stock's router supports, or None."""
+    for requested, feature in (
         (config.moe_router_topk == 1, "--moe-router-topk 1"),
         (config.moe_enable_routing_replay, "--moe-enable-routing-replay"),
         (config.moe_router_fusion, "--moe-router-fusion"),
     ):
         if requested:
-            return what
+            return feature
     return None
 
 

@@ -34,7 +34,7 @@ def ended(training: bool) -> int:
         return int(arguments.iteration if current is None else max(arguments.iteration, current + (not training)))
     if _of_bridge is None:
         raise ModelError(
-            "dsa.warmup_steps needs to know the training step, which nothing provides; train with a stock script, or start the "
+            "dsa.warmup_steps needs the training step, but this loop provides none; train with a stock script, or start the "
             "recipe with `python -m megacpp_mcore.nemo_recipes.run`"
         )
     return _of_bridge

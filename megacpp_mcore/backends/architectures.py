@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What is known of the kernels on GPUs of one architecture, compiled for it by Triton 3.6.
+    """What is known about the kernels on GPUs of one architecture, compiled for it by Triton 3.6.
 
     Attributes:
         shared: bytes of shared memory that one program may have.
         options: by kernel, changes of the launch options tuned on ``sm_90`` (:func:`megacpp_mcore.ops.triton_launch.options`).
-        unfit: by op, the worst that becomes of one of its kernels with those options: ``auto`` takes another backend.
+        unfit: by op, the worst compile result of any of its kernels with those options: ``auto`` takes another backend.
         untried: why ``auto`` takes no kernel at all; empty: it takes those of all other ops.
     """
 
@@ -41,7 +41,7 @@ ARCHITECTURES = {
         "mamba3": "spills 3376 bytes", "sparse_mla": "200 KB shared", "grouped_mlp": "144 KB shared",
         "mla": "spills 24 bytes", "indexer": "spills 168 bytes", "indexer_grad": "spills 112 bytes",
         "indexer_dense": "144 KB shared"}),
-    "gfx942": Architecture(shared=64 << 10, untried="none has run on a GPU of AMD"),
+    "gfx942": Architecture(shared=64 << 10, untried="none has run on an AMD GPU"),
 }  # fmt: skip
 """By name. ``indexer_dense`` is the dense warm-up of the indexer; ``routed_mlp`` has the kernels of ``grouped_mlp``. A test
 compares this with docs/compile.md, whose table the compiler writes; only on ``sm_90`` have kernels run and been compared."""
@@ -50,4 +50,4 @@ compares this with docs/compile.md, whose table the compiler writes; only on ``s
 def archs(op: str) -> dict[str, str]:
     """Return, by architecture, why ``auto`` does not take the Triton kernels of ``op`` there; empty where it does."""
     kernels = "grouped_mlp" if op == "routed_mlp" else op
-    return {name: one.untried or one.unfit.get(kernels, "") for name, one in ARCHITECTURES.items()}
+    return {name: arch.untried or arch.unfit.get(kernels, "") for name, arch in ARCHITECTURES.items()}

@@ -1,4 +1,4 @@
-"""Which backend each part of a built model runs on: which function a module calls, whose arithmetic a class is.
+"""Which backend each part of a built model runs on: the function a module calls, the package behind a class.
 
 Read from Megatron's live objects; written against megatron-core 0.19.2. No torch.
 """
@@ -21,9 +21,9 @@ def backends(chunks: Sequence[Any], optimizer: Any, patches: Collection[str]) ->
     Args:
         chunks: the model's.
         optimizer: Megatron's wrapper.
-        patches: names of those that are applied; what ``linear-cross-entropy`` runs, it notes itself.
+        patches: names of the applied patches; ``linear-cross-entropy`` records what it runs itself.
     """
-    resolved = [made.as_record() | {"layer": number} for number, _, one in _layers(chunks) for made in _answers(one)]
+    resolved = [made.as_record() | {"layer": number} for number, _, part in _layers(chunks) for made in _answers(part)]
     return [*resolved, *_of_classes(chunks), *_of_loss(chunks, patches), *_of_optimizer(chunks, optimizer)]
 
 
@@ -35,12 +35,12 @@ def bare(chunk: Any) -> Any:
 
 
 def device_type(chunks: Sequence[Any]) -> str:
-    """Return the type of the device on which a model's parameters are."""
+    """Return the type of the device that holds a model's parameters."""
     return str(next(bare(chunks[0]).parameters()).device.type)
 
 
 def owner(module: Any) -> str:
-    """Say whose arithmetic an object is: ``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``."""
+    """Return the package behind a module: ``transformer_engine``, ``apex``, ``torch``, ``megatron`` or ``megacpp_mcore``."""
     kinds = type(module).__mro__
     if any(kind.__module__.partition(".")[0] == _TE or kind.__name__.startswith("TE") for kind in kinds):
         return _TE
@@ -49,7 +49,7 @@ def owner(module: Any) -> str:
 
 
 def _is_from_mamba_ssm(module: Any) -> bool:
-    """Whether mamba-ssm computes this, as the gated norm of Megatron's Mamba-2: no ``--transformer-impl`` replaces it."""
+    """Whether mamba-ssm computes this, like the gated norm of Megatron's Mamba-2: ``--transformer-impl`` does not affect it."""
     return any(kind.__module__.partition(".")[0] == "mamba_ssm" for kind in type(module).__mro__)
 
 
@@ -66,44 +66,44 @@ def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
 
 
 def _record(
-    op: str, layer: int | None, requested: str, have: str, is_kernel: bool, reason: str, *, slower: bool = False
+    op: str, layer: int | None, requested: str, observed: str, is_kernel: bool, reason: str, *, slower: bool = False
 ) -> dict[str, Any]:
     speed = Speed.KERNEL if is_kernel else Speed.COMPILED
-    return Resolution(op, layer, requested, have, speed, slower, reason).as_record()
+    return Resolution(op, layer, requested, observed, speed, slower, reason).as_record()
 
 
 def _answers(module: Any) -> list[Resolution]:
-    """Return the dispatcher's resolutions that a module holds: the functions that it really calls."""
+    """Return the dispatcher's resolutions that a module holds: the functions it actually calls."""
     return [value for value in vars(module).values() if isinstance(value, Resolution)]
 
 
 def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield linears, norms and experts of each layer; one record for each combination of request and owner."""
-    found: dict[tuple[str, int | None, str, str], set[str]] = {}
+    class_names: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
         follows = getattr(module, "follows_transformer_impl", True) and not _is_from_mamba_ssm(module)
-        is_ours = any(made.observed != STOCK for made in _answers(module))
-        is_missing = type(module).__name__ == "IdentityOp"  # by Megatron in its place
+        is_ours = any(resolution.observed != STOCK for resolution in _answers(module))
+        is_missing = type(module).__name__ == "IdentityOp"  # Megatron's placeholder
         computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and not is_missing
         if not is_ours and (computes or (name == "experts" and follows)):
             op = name if name == "experts" else "norm" if name.endswith("norm") else "linear"
             config = getattr(module, "config", None) or bare(chunks[0]).config
             requested = str(config.transformer_impl) if follows else AUTO
             key = (op, number, requested, _TE if owner(module) == _TE else "local")
-            found.setdefault(key, set()).add(type(module).__name__)
+            class_names.setdefault(key, set()).add(type(module).__name__)
     present = probes.requirement(_TE)
-    for (op, number, asked, have), names in found.items():
+    for (op, number, request, observed), names in class_names.items():
         classes = ", ".join(sorted(names))
         why = f"{classes}: {'Megatron builds these classes itself' if present.ok else present.reason}"
-        if asked == AUTO:
+        if request == AUTO:
             why = f"{classes}, whatever --transformer-impl is"
-        elif asked != _TE or have == _TE:
+        elif request != _TE or observed == _TE:
             why = f"asked for by --transformer-impl: {classes}"
-        yield _record(op, number, asked, have, have == _TE, why)
+        yield _record(op, number, request, observed, observed == _TE, why)
 
 
 def _of_loss(chunks: Sequence[Any], patches: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield stock's loss, where there is a head and no patch that records its own."""
+    """Yield Megatron's loss if there is an output layer and no patch that records its own."""
     has_head = any(getattr(bare(chunk), "output_layer", None) is not None for chunk in chunks)
     if has_head and "linear-cross-entropy" not in patches:
         config = bare(chunks[0]).config
@@ -114,29 +114,29 @@ def _of_loss(chunks: Sequence[Any], patches: Collection[str]) -> Iterator[dict[s
 
 
 def graphs(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return which layers were to be captured in CUDA graphs, and which were; empty where none were requested."""
-    found = []
+    """Return which layers were requested to be captured in CUDA graphs, and which were; empty if none were requested."""
+    records = []
     for number, _, module in _layers(chunks):
         if (why := getattr(module, "not_captured", None)) is not None:
             runners = getattr(getattr(module, "cudagraph_manager", None), "cudagraph_runners", ())
             held = sum(graph is not None for runner in runners for graph in (runner.fwd_graph, runner.bwd_graph))
-            asked, have = "none" if why else "local", "local" if held else "none"
-            found.append(_record("cuda_graph", number, asked, have, False, why or f"{held} graphs"))
-    return found
+            requested, observed = "none" if why else "local", "local" if held else "none"
+            records.append(_record("cuda_graph", number, requested, observed, False, why or f"{held} graphs"))
+    return records
 
 
 def _of_optimizer(chunks: Sequence[Any], optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer classes that update the parameters, inside Megatron's wrappers, as it chose them."""
-    found, todo = {}, [optimizer]
-    for one in todo:
-        inner = getattr(one, "chained_optimizers", None) or [getattr(one, "optimizer", None)]
-        todo += [each for each in inner if each is not None]
-        if inner != [None] or not hasattr(one, "param_groups"):
+    """Return the optimizer classes inside Megatron's wrappers that update the parameters."""
+    records, pending = {}, [optimizer]
+    for wrapper in pending:
+        inner = getattr(wrapper, "chained_optimizers", None) or [getattr(wrapper, "optimizer", None)]
+        pending += [inner_optimizer for inner_optimizer in inner if inner_optimizer is not None]
+        if inner != [None] or not hasattr(wrapper, "param_groups"):
             continue
-        whose, name = owner(one), f"{type(one).__module__}.{type(one).__qualname__}"
-        slow = device_type(chunks) == "cuda" and whose == "torch"
+        package, name = owner(wrapper), f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+        slow = device_type(chunks) == "cuda" and package == "torch"
         reason = f"{name}, Megatron's choice among what it could import"
         if slow:
             reason += f"; neither Transformer Engine nor Apex: {probes.apex_parts()['apex.optimizers'].reason}"
-        found[name] = _record("optimizer", None, AUTO, whose, whose != "torch", reason, slower=slow)
-    return list(found.values())
+        records[name] = _record("optimizer", None, AUTO, package, package != "torch", reason, slower=slow)
+    return list(records.values())

@@ -41,7 +41,7 @@ class Candidate:
         probe: an additional check, run once before use.
         auto: whether ``auto`` may take it for all that it supports, or only for some requests among those; False: it runs
             only if requested by name, because it is less accurate, or no benchmark row shows that it is faster.
-        beyond: what the candidates after it support too, and are faster at: ``auto`` takes it for other requests only.
+        beyond: what later candidates also support, and run faster: ``auto`` takes this one for other requests only.
     """
 
     name: str
@@ -55,15 +55,15 @@ class Candidate:
     beyond: Support | None = None
 
     def __post_init__(self) -> None:
-        known = (*probes.REQUIREMENTS, *vendor_switches.NAMES)
+        valid = (*probes.REQUIREMENTS, *vendor_switches.NAMES)
         for name in self.requires:
-            if name not in known:
-                raise BackendError(unknown(f"requirement of backend {self.name}", name, known))
+            if name not in valid:
+                raise BackendError(unknown(f"requirement of backend {self.name}", name, valid))
 
     def unproven(self, needs: Mapping[str, Any]) -> str | None:
         """Return why ``auto`` does not take it for a request that it supports, or None."""
-        known = {name: value for name, value in needs.items() if value is not None}
-        if self.beyond is not None and self.beyond.lacking(known) is None:
+        needed = {name: value for name, value in needs.items() if value is not None}
+        if self.beyond is not None and self.beyond.lacking(needed) is None:
             return f"it is for calls that need {' or '.join(self.beyond.excluded)}"
         return self.auto.lacking(needs) if isinstance(self.auto, Support) else None
 
@@ -81,9 +81,9 @@ class Candidate:
     def present(self) -> ProbeResult:
         """Return whether this machine meets its requirements; a probe that raises means no."""
         for name in self.requires:
-            found = probes.requirement(name)
-            if not found.ok:
-                return found
+            probed = probes.requirement(name)
+            if not probed.ok:
+                return probed
         try:
             return ProbeResult(True) if self.probe is None else self.probe()
         except Exception as error:
@@ -91,5 +91,5 @@ class Candidate:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence about a name that does not exist, with the nearest ones that do."""
+    """Return the error message for an unknown name, with its nearest matches."""
     return f"there is no {kind} called {name!r}; {nearest(name, known)}"

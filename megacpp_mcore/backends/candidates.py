@@ -60,8 +60,8 @@ _MAMBA3_TRITON = Support(
     dims={"head_dim": Dim(one_of=(64,)), "mimo_rank": Dim(one_of=(1, 2, 4)), "state": Dim(one_of=(64, 128))},
 )
 """The sizes at which its kernels were compared with the reference, with half of the state rotated. They compile without
-register spills but at rank 2, where some spill up to 88 bytes. With all of the state rotated (``rope_fraction: 1``) some spill
-up to 96, at rank 1 or state 128."""
+register spills except at rank 2, where some spill up to 88 bytes. With all of the state rotated (``rope_fraction: 1``)
+some spill up to 96, at rank 1 or state 128."""
 
 _M2RNN_TRITON = Support(
     devices=("cuda",),
@@ -174,7 +174,7 @@ def own_candidates() -> tuple[Candidate, ...]:
                 ("mla_projection", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:project"),
                 ("mla_keys", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:keys_and_values"),
                 ("indexer_inputs", TRITON, _MLA_PROJECTION_TRITON, "mla_projection.triton:indexer_inputs"),
-                # By name alone: they need memory, and layers take them where it is free (policy/gpu_memory.py).
+                # Only by name: they need memory, and layers select them if enough is free (policy/gpu_memory.py).
                 ("mamba3", "triton_keep_scan", _MAMBA3_TRITON, "mamba3.triton:mamba3_keep_scan"),
                 ("mamba3", "triton_keep_all", _MAMBA3_TRITON, "mamba3.triton:mamba3_keep_all"),
             )
@@ -282,5 +282,5 @@ def _load(path: str) -> Callable[..., Any]:
     return pkgutil.resolve_name(path)
 
 
-def _probe(path: str, *given: str) -> Callable[[], ProbeResult]:
-    return lambda: _load(path)(*given)
+def _probe(path: str, *args: str) -> Callable[[], ProbeResult]:
+    return lambda: _load(path)(*args)

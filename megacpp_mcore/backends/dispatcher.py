@@ -47,7 +47,7 @@ class Resolution:
         speed: its class.
         slower_than_best: whether a candidate of a faster class, made for this device, was passed over.
         reason: why this one, with what was passed over.
-        fn: the callable; None in a record of what somebody else chose.
+        fn: the callable; None in a record of what the dispatcher did not choose.
     """
 
     op: str
@@ -60,7 +60,7 @@ class Resolution:
     fn: Any = None
 
     def as_record(self) -> dict[str, Any]:
-        """Return it JSON-ready, as in receipts."""
+        """Return the JSON-ready record, as in receipts."""
         record = vars(self) | {"speed": self.speed.name.lower()}
         del record["fn"]
         return record
@@ -120,7 +120,7 @@ class Dispatcher:
         """Resolve ``op`` like :meth:`request`, but to stock if the run requests a feature that only stock has.
 
         Args:
-            op: one that has the candidate :data:`STOCK`.
+            op: an op that has the candidate :data:`STOCK`.
             stock_reason: that feature, for the reason; None: no such feature.
             needs: as in :meth:`request`.
 
@@ -137,21 +137,21 @@ class Dispatcher:
                 code="stock-only",
             )
         with self._lock:
-            made = self._by_name(op, STOCK, None, needs)
+            resolution = self._by_name(op, STOCK, None, needs)
             reason = f"only Megatron's implementation supports {stock_reason}"
-            made = dataclasses.replace(made, requested=AUTO, reason=reason)
-            return self._resolutions.setdefault((op, stock_reason), made)
+            resolution = dataclasses.replace(resolution, requested=AUTO, reason=reason)
+            return self._resolutions.setdefault((op, stock_reason), resolution)
 
     def request_in_place(self, op: str, taken: str, better: str | None, reason: str, **needs: Any) -> Resolution:
         """Resolve ``op`` like :meth:`request`; if ``auto`` takes ``taken``, take ``better`` (None: keep it) for ``reason``."""
         with self._lock:
-            made = self.request(op, **needs)
-            if better is None or made.requested != AUTO or made.observed != taken:
-                return made
-            key = next(key for key, known in self._resolutions.items() if known is made)
+            resolution = self.request(op, **needs)
+            if better is None or resolution.requested != AUTO or resolution.observed != taken:
+                return resolution
+            key = next(key for key, resolved in self._resolutions.items() if resolved is resolution)
             layer = needs.pop("layer", None)
-            found = self._by_name(op, better, layer, needs)
-            self._resolutions[key] = dataclasses.replace(found, requested=AUTO, reason=reason)
+            replacement = self._by_name(op, better, layer, needs)
+            self._resolutions[key] = dataclasses.replace(replacement, requested=AUTO, reason=reason)
             return self._resolutions[key]
 
     def check_named(self) -> None:
@@ -167,8 +167,8 @@ class Dispatcher:
             if probes.TRANSFORMER_ENGINE in requires and probes.te_disabled():
                 continue
             for requirement in requires:
-                if not (found := probes.requirement(requirement)).ok:
-                    raise self._cannot_run(op, name, "", found.reason)
+                if not (probed := probes.requirement(requirement)).ok:
+                    raise self._cannot_run(op, name, "", probed.reason)
 
     def is_automatic(self, op: str) -> bool:
         """Return whether no backend of ``op`` was requested by name."""
@@ -193,7 +193,7 @@ class Dispatcher:
     def observed_backends(self) -> list[dict[str, Any]]:
         """Return one JSON-ready record per resolution so far, in order."""
         with self._lock:
-            return [made.as_record() for made in self._resolutions.values()]
+            return [resolution.as_record() for resolution in self._resolutions.values()]
 
     def _known(self, op: str, name: str) -> None:
         if op not in self._candidates and op in CHOSEN_ELSEWHERE:
@@ -215,9 +215,9 @@ class Dispatcher:
         if requested == AUTO:
             return self._automatic(op, requested, layer, needs)
         if probes.TRANSFORMER_ENGINE in self._candidates[op][requested].requires and probes.te_disabled():
-            made = self._automatic(op, requested, layer, needs)
-            _warn_once(f"op {op}: requested {requested}, running {made.observed}: {probes.te_disabled()}")
-            return made
+            resolution = self._automatic(op, requested, layer, needs)
+            _warn_once(f"op {op}: requested {requested}, running {resolution.observed}: {probes.te_disabled()}")
+            return resolution
         return self._by_name(op, requested, layer, needs)
 
     def _by_name(self, op: str, name: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
@@ -241,7 +241,7 @@ class Dispatcher:
     def _automatic(self, op: str, requested: str, layer: int | None, needs: Mapping[str, Any]) -> Resolution:
         passed_over: list[str] = []
         best: Speed | None = None  # among candidates made for this device, usable here or not
-        for candidate in sorted(self._candidates[op].values(), key=lambda one: -one.speed):
+        for candidate in sorted(self._candidates[op].values(), key=lambda candidate: -candidate.speed):
             if not candidate.auto:
                 continue
             if not candidate.support.is_for(needs.get("device")):

@@ -15,10 +15,10 @@ _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "
 
 def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
     """Return a JSON-ready record per candidate: what it is, what it supports, and whether it can run here (by probing it)."""
-    found = []
+    records = []
     for candidate in own_candidates() if candidates is None else candidates:
         present = candidate.present()
-        found.append(
+        records.append(
             {
                 "op": candidate.op,
                 "name": candidate.name,
@@ -29,7 +29,7 @@ def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
                 "reason": present.reason or candidate.foreign({"device": "cuda"}) or "",
             }
         )
-    return found
+    return records
 
 
 def text(candidates: Iterable[Candidate] | None = None) -> str:

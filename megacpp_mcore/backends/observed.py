@@ -27,8 +27,8 @@ def note(
     """Record that ``observed`` ran ``op``; fields as in :class:`megacpp_mcore.backends.dispatcher.Resolution`."""
     key = (op, layer, requested, observed, reason)
     if key not in _notes:
-        made = Resolution(op, layer, requested, observed, speed, slower_than_best, reason)
-        _notes[key] = made.as_record()
+        resolution = Resolution(op, layer, requested, observed, speed, slower_than_best, reason)
+        _notes[key] = resolution.as_record()
 
 
 def notes() -> list[dict[str, Any]]:

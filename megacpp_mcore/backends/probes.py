@@ -26,7 +26,7 @@ APEX_PARTS = ("amp_C", "apex.optimizers", "fused_weight_gradient_mlp_cuda")
 
 
 def requirement(name: str) -> ProbeResult:
-    """Return whether the requirement ``name`` works here and is not disabled; of a vendor, only whether it is not disabled."""
+    """Return whether the requirement ``name`` works here and is not disabled; for a vendor, only whether it is not disabled."""
     if name in vendor_switches.NAMES:
         return vendor_switches.allowed(name)
     if name == TRANSFORMER_ENGINE and te_disabled():
@@ -41,16 +41,16 @@ def _probed(name: str) -> ProbeResult:
 
 @functools.cache
 def apex_parts() -> dict[str, ProbeResult]:
-    """Say which parts of NVIDIA Apex work here, each by a real import, run once.
+    """Return which parts of NVIDIA Apex work here, each by a real import, run once.
 
     An unrelated package named ``apex`` is not imported: without ``amp_C`` it is not NVIDIA's.
     """
-    found = {part: probe_import(part) for part in ("amp_C", "fused_weight_gradient_mlp_cuda")}
-    if found["amp_C"].ok:
-        found["apex.optimizers"] = probe_import("apex.optimizers")
+    parts = {part: probe_import(part) for part in ("amp_C", "fused_weight_gradient_mlp_cuda")}
+    if parts["amp_C"].ok:
+        parts["apex.optimizers"] = probe_import("apex.optimizers")
     else:
-        found["apex.optimizers"] = ProbeResult(False, "it needs amp_C")
-    return {part: found[part] for part in APEX_PARTS}
+        parts["apex.optimizers"] = ProbeResult(False, "it needs amp_C")
+    return {part: parts[part] for part in APEX_PARTS}
 
 
 @functools.cache
@@ -60,12 +60,12 @@ def triton_release() -> str:
 
 
 def known_triton() -> ProbeResult:
-    """Return whether the kernels were compiled with the installed Triton, and if so, what else to know of it."""
+    """Return whether the kernels were compiled with the installed Triton, and if so, any caveat."""
     if not (imported := probe_import("triton")).ok:
         return imported
-    release, known = triton_release(), ", ".join(TRITON_RELEASES)
+    release, releases = triton_release(), ", ".join(TRITON_RELEASES)
     if release not in TRITON_RELEASES:
-        return ProbeResult(False, f"the kernels were not compiled with Triton {release}, but with {known}")
+        return ProbeResult(False, f"the kernels were not compiled with Triton {release}, but with {releases}")
     ran = release == TRITON_DIRECT
     return ProbeResult(
         True, "" if ran else f"kernels compile with it; on GPUs they ran with Triton {TRITON_DIRECT} only"
@@ -74,9 +74,9 @@ def known_triton() -> ProbeResult:
 
 def _triton() -> ProbeResult:
     """Return whether Triton is of a known release and has a driver here, which importing does not show: it compiles one."""
-    known = known_triton()
-    if not known.ok:
-        return known
+    probed = known_triton()
+    if not probed.ok:
+        return probed
     try:
         importlib.import_module("triton").runtime.driver.active.get_current_target()
     except Exception as error:
@@ -93,7 +93,7 @@ def _cuda() -> ProbeResult:
 def arch() -> str | None:
     """Return this GPU's architecture, such as ``sm_90``; None without a GPU, also where the CPU lane stands in for one.
 
-    Of AMD's it is ``gfx942`` and the like, whose capabilities would be read as numbers of NVIDIA's.
+    For AMD GPUs it is ``gfx942`` and the like, since their capability numbers would be mistaken for NVIDIA's.
     """
     torch = importlib.import_module("torch")
     cuda = torch.cuda
@@ -106,7 +106,7 @@ def arch() -> str | None:
 def hopper() -> ProbeResult:
     """Return whether the GPU has compute capability 9.0, the only one with row-scaled grouped FP8 GEMMs in PyTorch 2.11.
 
-    Row-scaled products of one matrix, which others have, were compared there, too.
+    Row-scaled products of one matrix, which other GPUs have, were compared there, too.
     """
     capability = importlib.import_module("torch").cuda.get_device_capability()
     return ProbeResult(

@@ -31,8 +31,8 @@ class Dim:
     def lacking(self, name: str, size: int) -> str | None:
         """Return why ``size`` is not supported, or None."""
         if self.one_of and size not in self.one_of:
-            known, fitting = ", ".join(map(str, self.one_of)), nearest_number(size, self.one_of)
-            return f"{name} {size} is not one of {known}; the nearest is {fitting}"
+            supported, nearest = ", ".join(map(str, self.one_of)), nearest_number(size, self.one_of)
+            return f"{name} {size} is not one of {supported}; the nearest is {nearest}"
         if size % self.multiple_of:
             return f"{name} {size} is not a multiple of {self.multiple_of}"
         return f"{name} {size} > {self.largest}" if self.largest is not None and size > self.largest else None
@@ -50,8 +50,8 @@ class Support:
 
     Attributes:
         devices: where it runs, of :data:`DEVICES`.
-        archs: by GPU architecture, such as ``sm_90``, the worst that becomes of one of its kernels there, empty where they
-            fit and spill nothing; on all others it runs only if requested by name. Without any, it is not asked.
+        archs: by GPU architecture, such as ``sm_90``, the worst compile result of its kernels there, empty where they
+            fit and spill nothing; on all others it runs only if requested by name. Without any, the GPU does not matter.
         dtypes: of its inputs, of :data:`DTYPES`.
         dims: sizes of dimensions, by the names used in requests; other dimensions may have any size.
         combinations: allowed combinations of sizes by name, one of which a request has to match; empty: any.
@@ -71,7 +71,7 @@ class Support:
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The needs that it does not meet, whatever their size."""
+        """The needs it does not support at any size."""
         none = (name for name, dim in self.dims.items() if dim.largest == 0)
         return (*(name for name in _OPTIONS if not getattr(self, name)), *none)
 
@@ -97,19 +97,19 @@ class Support:
             BackendError: unknown need.
         """
         reasons = [self._why_not(name, value) for name, value in needs.items()]
-        found = "; ".join(reason for reason in reasons if reason)
-        return found or self._why_not_combined(needs)
+        unmet = "; ".join(reason for reason in reasons if reason)
+        return unmet or self._why_not_combined(needs)
 
     def _why_not_combined(self, needs: Mapping[str, Any]) -> str | None:
         """Return why this combination of sizes is not supported, or None."""
         if not self.combinations or any(
-            all(needs.get(name, size) == size for name, size in one.items()) for one in self.combinations
+            all(needs.get(name, size) == size for name, size in sizes.items()) for sizes in self.combinations
         ):
             return None
         names = [name for name in self.combinations[0] if name in needs]
-        given = ", ".join(f"{name} {needs[name]}" for name in names)
-        expected = " or ".join(", ".join(f"{name} {one[name]}" for name in names) for one in self.combinations)
-        return f"unsupported combination {given}; supported: {expected}"
+        requested = ", ".join(f"{name} {needs[name]}" for name in names)
+        expected = " or ".join(", ".join(f"{name} {sizes[name]}" for name in names) for sizes in self.combinations)
+        return f"unsupported combination {requested}; supported: {expected}"
 
     def _why_not(self, name: str, value: Any) -> str | None:
         if name == "device":
@@ -126,7 +126,7 @@ class Support:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """Return it JSON-ready, for a table."""
+        """Return the JSON-ready record, for a table."""
         return {
             "devices": list(self.devices),
             "archs": [name for name, worst in self.archs.items() if not worst],

@@ -20,7 +20,7 @@ KINDS = (OP, LAYER)
 """What a benchmark measures; whole models are measured by the scripts in a clone's folder ``experiments``."""
 
 OURS, PEER, BOUND = "ours", "peer", "bound"
-"""The sides: this package, somebody else's, and a part of the work that is timed for orientation."""
+"""The sides: this package, a third party, and a part of the work that is timed for orientation."""
 
 FULL, TINY = "full", "tiny"
 SIZES = (FULL, TINY)
@@ -33,7 +33,7 @@ class Options:
     Attributes:
         dtype: of the inputs, by torch's name.
         seconds: how long the calls of one figure are timed.
-        without: peers whose name contains one of these are left out.
+        without: skip peers with any of these in their names.
     """
 
     device: str = "cuda"
@@ -43,7 +43,7 @@ class Options:
     without: tuple[str, ...] = ()
 
     def sizes(self, *names: str) -> list[int]:
-        """Return the sizes of these names."""
+        """Return the sizes with these names."""
         return [self.shape[name] for name in names]
 
 
@@ -71,13 +71,13 @@ class Benchmark:
         Raises:
             BenchmarkError: a change names a size that this benchmark does not have, or is not a positive number.
         """
-        known = self.shapes[size]
+        sizes = self.shapes[size]
         for name, value in changes.items():
-            if name not in known:
-                raise BenchmarkError(f"{self.name} has no size {name!r}; expected one of {', '.join(known)}")
+            if name not in sizes:
+                raise BenchmarkError(f"{self.name} has no size {name!r}; expected one of {', '.join(sizes)}")
             if value < 1:
                 raise BenchmarkError(f"size {name} is {value}; expected 1 or more")
-        return {**known, **changes}
+        return {**sizes, **changes}
 
 
 def _sizes(model: Model) -> dict[str, int]:
@@ -105,8 +105,8 @@ def _op(
     name: str, module: str, title: str, names: str, *, covers: str = "", kind: str = OP, **changes: Mapping[str, int]
 ) -> Benchmark:
     """Make a benchmark of an op, whose problem has the op's name, at sizes ``names`` with ``changes``."""
-    given = {size: {**sizes, **changes.get(size, {})} for size, sizes in _MODELS.items()}
-    shapes = {size: {each: sizes[each] for each in ("B", "S", *names.split())} for size, sizes in given.items()}
+    all_sizes = {size: {**sizes, **changes.get(size, {})} for size, sizes in _MODELS.items()}
+    shapes = {size: {dim: sizes[dim] for dim in ("B", "S", *names.split())} for size, sizes in all_sizes.items()}
     problem = f"{module}_benchmark:{name if kind == LAYER else covers or name}"
     return Benchmark(name=name, kind=kind, covers=covers or name, title=title, problem=problem, shapes=shapes)
 
@@ -159,14 +159,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def select(words: Sequence[str], *, all_of_them: bool = False) -> list[Benchmark]:
-    """Return the benchmarks that ``words`` name, by their own names or by kinds, each once and in the order of the catalog.
+    """Return the benchmarks named in ``words``, by name or by kind, each once and in catalog order.
 
     Raises:
         BenchmarkError: a word is neither, or nothing is named.
     """
     if bool(words) == all_of_them:
-        raise BenchmarkError(f"name benchmarks or kinds ({', '.join(KINDS)}), or say --all, and not both")
+        raise BenchmarkError(f"name benchmarks or kinds ({', '.join(KINDS)}), or pass --all, not both")
     for word in words:
         if word not in BENCHMARKS and word not in KINDS:
             raise BenchmarkError(f"there is no benchmark {word!r}; {nearest(word, [*BENCHMARKS, *KINDS])}")
-    return [one for one in BENCHMARKS.values() if all_of_them or one.name in words or one.kind in words]
+    return [b for b in BENCHMARKS.values() if all_of_them or b.name in words or b.kind in words]

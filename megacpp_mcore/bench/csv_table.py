@@ -52,12 +52,12 @@ def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
         text = path.read_text(encoding="utf-8")
         header, *rows = list(csv.reader(text.splitlines(keepends=True), strict=True)) or [[]]
     except (OSError, ValueError, csv.Error) as error:
-        raise BenchmarkError(f"{path} cannot be read ({error}); name a table of these columns") from error
+        raise BenchmarkError(f"{path} cannot be read ({error}); expected a benchmark table") from error
     if tuple(header) != tuple(columns):
         raise BenchmarkError(f"{path} begins with {','.join(header)[:80]!r}; expected the columns {','.join(columns)}")
     if not text.endswith("\n") or any(len(row) != len(columns) for row in rows):
         raise BenchmarkError(
-            f"{path} ends with {text[-40:]!r}; expected whole lines of {len(columns)} columns: mend it"
+            f"{path} ends with {text[-40:]!r}; expected complete lines of {len(columns)} columns: fix it"
         )
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -113,7 +113,7 @@ def line(row: Row) -> str:
 
 @dataclass
 class Comparison:
-    """How many rows were compared, a line for each that is slower, larger or lost, and one for everything else."""
+    """Number of rows compared, a line for each that is slower, larger or lost, and a line for every other row."""
 
     compared: int = 0
     slower: list[str] = field(default_factory=list)
@@ -127,33 +127,33 @@ def compare(before: Sequence[Row], now: Sequence[Row], tolerance: float) -> Comp
     whose parity failed or is missing is no baseline. ``tolerance`` is the share by which time or peak memory may increase.
 
     Raises:
-        BenchmarkError: not one row can be compared; the message says what differs.
+        BenchmarkError: no row can be compared; the message says what differs.
     """
-    found, refused = Comparison(), []
+    report, refused = Comparison(), []
     baselines = [old for old in before if old["ms"] != "" and old["parity"] in TIMED]
     for row in now:
         name, same = " / ".join(_key(row)), [old for old in baselines if _key(old) == _key(row)]
         alike = [old for old in same if not _differences(old, row)]
         if alike:
-            found.compared += 1
-            _judge(found, name, alike[-1], row, tolerance)
+            report.compared += 1
+            _judge(report, name, alike[-1], row, tolerance)
         elif same:
             refused.append(f"{name}: not compared, {'; '.join(_differences(same[-1], row))}")
         elif row["ms"] != "":
-            found.lines.append(f"{name}: new, the file has no baseline of it")
-    found.lines += refused
-    ran, have = {_conditions(row) for row in now}, {(_conditions(row), _key(row)) for row in now}
-    missed = [old for old in baselines if _conditions(old) in ran and (_conditions(old), _key(old)) not in have]
+            report.lines.append(f"{name}: new, the file has no baseline of it")
+    report.lines += refused
+    ran, present = {_conditions(row) for row in now}, {(_conditions(row), _key(row)) for row in now}
+    missed = [old for old in baselines if _conditions(old) in ran and (_conditions(old), _key(old)) not in present]
     lost = {" / ".join(_key(old)): old["ms"] for old in missed}
-    found.slower += [f"{name}: was {ms} ms, and has no row in this run" for name, ms in lost.items()]
-    if not found.compared and not found.slower:
+    report.slower += [f"{name}: was {ms} ms, and has no row in this run" for name, ms in lost.items()]
+    if not report.compared and not report.slower:
         why = "\n  ".join(refused[:5]) or "the file has no baseline of any of these benchmarks"
         raise BenchmarkError(f"no row of this run may be compared with the file:\n  {why}")
-    return found
+    return report
 
 
 def _key(row: Row) -> tuple[str, str, str]:
-    """Return benchmark, work and variant; for a layer without the bracket, which lists its backends."""
+    """Return benchmark, work and variant; for a layer, without the parentheses that list its backends."""
     variant = row["variant"].partition(" (")[0] if row["kind"] == LAYER else row["variant"]
     return row["benchmark"], row["work"], variant
 
@@ -167,10 +167,10 @@ def _differences(old: Row, row: Row) -> list[str]:
     return [f"{name} is {row[name]} and was {old[name]}" for name in CONDITIONS if old[name] != row[name]]
 
 
-def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -> None:
+def _judge(out: Comparison, name: str, old: Row, row: Row, tolerance: float) -> None:
     fallen = "" if old["variant"] == row["variant"] else f", which was {old['variant']}"
     if row["ms"] == "":
-        found.slower.append(f"{name}{fallen}: was {old['ms']} ms, and has no time now ({row['note'] or row['parity']})")
+        out.slower.append(f"{name}{fallen}: was {old['ms']} ms, and has no time now ({row['note'] or row['parity']})")
         return
     for figure, unit, size in (("ms", "ms", 1.0), ("peak_bytes", "MB", 1e6)):
         if old[figure] == "" or row[figure] == "":
@@ -178,6 +178,6 @@ def _judge(found: Comparison, name: str, old: Row, row: Row, tolerance: float) -
         was, is_now = float(old[figure]), float(row[figure])
         text = f"{name}{fallen}: {was / size:.4g} → {is_now / size:.4g} {unit} ({is_now / was:.2f}x)"
         if is_now / was > 1 + tolerance:
-            found.slower.append(f"{text}: {'slower' if figure == 'ms' else 'more memory'}")
+            out.slower.append(f"{text}: {'slower' if figure == 'ms' else 'more memory'}")
         elif figure == "ms":
-            found.lines.append(f"{text}: {'faster' if is_now / was < 1 / (1 + tolerance) else 'as before'}")
+            out.lines.append(f"{text}: {'faster' if is_now / was < 1 / (1 + tolerance) else 'as before'}")

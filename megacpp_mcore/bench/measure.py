@@ -25,29 +25,29 @@ from megacpp_mcore.util import host
 from megacpp_mcore.util.stand_in import process_environment
 
 FEWEST = 3
-"""Minimum number of timed calls, however long they take: a median of fewer means nothing."""
+"""Minimum number of timed calls, however long they take: a median of fewer is meaningless."""
 
 
 @contextlib.contextmanager
 def one_process(device: str) -> Iterator[None]:
-    """Hold Megatron's process groups for this process alone, on the CPU lane for ``device`` "cpu"; destroyed at the end.
+    """Create Megatron's process groups for a single process, on the CPU lane for ``device`` "cpu"; destroyed on exit.
 
     Backward passes run in the caller's thread, as in training.
     """
-    with contextlib.ExitStack() as held:
-        held.enter_context(torch.autograd.set_multithreading_enabled(False))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if device == "cpu":
             from megacpp_mcore import cpu
 
-            held.callback(cpu.install().remove)
+            stack.callback(cpu.install().remove)
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        held.enter_context(process_environment())
+        stack.enter_context(process_environment())
         kind, store = "gloo" if device == "cpu" else "nccl", torch.distributed.HashStore()
         torch.distributed.init_process_group(kind, store=store, rank=0, world_size=1)
-        held.callback(torch.distributed.destroy_process_group)
-        held.callback(parallel_state.destroy_model_parallel)
+        stack.callback(torch.distributed.destroy_process_group)
+        stack.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
         yield
@@ -64,8 +64,8 @@ def median_ms(call: Callable[[], object], device: str, seconds: float) -> tuple[
 
         # Timer's default clock would synchronise the GPU that the CPU lane stands in for.
         timer = Timer("call()", globals={"call": call}, timer=time.perf_counter, num_threads=torch.get_num_threads())
-        found = timer.blocked_autorange(min_run_time=seconds)
-        return found.median * 1e3, len(found.times)
+        timing = timer.blocked_autorange(min_run_time=seconds)
+        return timing.median * 1e3, len(timing.times)
     from triton.testing import do_bench
 
     once = statistics.median(do_bench(call, warmup=1, rep=1, return_mode="all"))
@@ -96,9 +96,9 @@ def versions(*packages: str) -> dict[str, str]:
 
     A commit with local changes is marked. For a copy outside of a clone, set MEGACPP_COMMIT.
     """
-    found = {name: host.version(name) or "absent" for name in ("torch", "megatron-core", *packages)}
+    installed = {name: host.version(name) or "absent" for name in ("torch", "megatron-core", *packages)}
     commit = os.environ.get("MEGACPP_COMMIT") or host.own_git("describe", "--always", "--dirty", "--exclude=*")
-    return {**found, "commit": commit or "unknown"}
+    return {**installed, "commit": commit or "unknown"}
 
 
 OUT_OF_MEMORY = "out of memory"
@@ -152,24 +152,24 @@ def load(benchmark: Benchmark, options: Options) -> Problem:
 
 
 def measured(problem: Problem, variant: Variant, options: Options) -> dict[str, Result]:
-    """Check and time each piece of work. Our variants must do all of them: one that cannot do one gets no figures."""
+    """Check and time each piece of work. Our variants must do all of them: one that fails any of them gets no figures."""
     left_out = variant.side == PEER and any(word in variant.name for word in options.without)
     if variant.absent or left_out:
         note = "left out" if left_out else variant.absent
         return dict.fromkeys(problem.works, Result(None, NOT_CHECKED, note=note))
     with variant.around():
-        found = {work: _attempt(problem, variant, work, options) for work in problem.works if work in variant.runs}
+        results = {work: _attempt(problem, variant, work, options) for work in problem.works if work in variant.runs}
     _collect(options)
-    failed = next((work for work, result in found.items() if result.ms is None), None)
+    failed = next((work for work, result in results.items() if result.ms is None), None)
     if variant.side != OURS or failed is None:
-        return found
-    cause = found[failed]
+        return results
+    cause = results[failed]
     elsewhere = replace(cause, note=cause.note and f"{failed}: {cause.note}")
-    return {work: cause if work == failed else elsewhere for work in found}
+    return {work: cause if work == failed else elsewhere for work in results}
 
 
 def _attempt(problem: Problem, variant: Variant, work: str, options: Options) -> Result:
-    """Check and time; any exception goes into the row, as the other results of a long run still count."""
+    """Check and time; any exception goes into the row, since the other results of a long run still count."""
     result = Result(None, csv_table.A_BOUND)
     try:
         if variant.side != BOUND:
@@ -219,18 +219,18 @@ def _cells(result: Result, floor: Floor, device: str) -> dict[str, str]:
 def _gain(problem: Problem, variant: Variant, work: str, results: Mapping[str, Mapping[str, Result]]) -> dict[str, str]:
     """Compare ours with the peer: the problem's stock, or the fastest; empty unless parity of both is green.
 
-    A variant with a truth of its own does other work: a peer is then not compared with, and ours is compared with no peer.
+    A variant with its own truth does other work, so it is compared with nothing, whether it is a peer's or ours.
     """
-    mine = results[variant.name][work]
+    own = results[variant.name][work]
     peers = [
-        (theirs.ms, peer.name, theirs.peak)
+        (other.ms, peer.name, other.peak)
         for peer in problem.variants
         if peer.side == PEER and peer.truth is None and peer.is_captured == variant.is_captured
         if problem.stock in ("", peer.name)
-        if (theirs := results[peer.name].get(work)) is not None and theirs.ms is not None and theirs.right
+        if (other := results[peer.name].get(work)) is not None and other.ms is not None and other.right
     ]
-    if variant.side != OURS or variant.truth is not None or mine.ms is None or not mine.right or not peers:
+    if variant.side != OURS or variant.truth is not None or own.ms is None or not own.right or not peers:
         return {}
     ms, name, peak = min(peers, key=lambda peer: peer[0])
-    less = f"{peak / mine.peak:.1f}x" if peak and mine.peak else ""
-    return {"against": name, "speed_up": f"{ms / mine.ms:.3f}x", "less_memory": less}
+    less = f"{peak / own.peak:.1f}x" if peak and own.peak else ""
+    return {"against": name, "speed_up": f"{ms / own.ms:.3f}x", "less_memory": less}

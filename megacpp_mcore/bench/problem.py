@@ -1,4 +1,4 @@
-"""The parts of a benchmark: inputs, the variants that are compared on them, their parity, floors."""
+"""The parts of a benchmark: inputs, the variants compared on them, their parity, floors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTES_PER_SECOND = 4.2e12
 
 Tensors = Sequence[torch.Tensor]
 Weights = Mapping[str, torch.Tensor | Tensors]
-"""Tensors that take the place of leaves, by the leaf's name: one, or one for each part along the leaf's first axis."""
+"""Tensors that replace leaves, by the leaf's name: one, or one for each part along the leaf's first axis."""
 Call = Callable[..., Any]
 """A forward pass: from the inputs to its one output, or to a tuple of them."""
 
@@ -57,16 +57,16 @@ class Inputs:
     def in_double(self) -> Inputs:
         """Return the same numbers in float64."""
         leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in self.leaves.items()}
-        cotangents = {name: given.double() for name, given in self.cotangents.items()}
+        cotangents = {name: grad.double() for name, grad in self.cotangents.items()}
         return dataclasses.replace(self, leaves=leaves, cotangents=cotangents)
 
     def truth(self, call: Call) -> dict[str, torch.Tensor]:
-        """Compute what a forward pass that supports float64 gives in it: outputs and the gradient of every leaf, by name."""
+        """Run forward and backward in float64, which ``call`` must support: return outputs and leaf gradients by name."""
         return dict(zip(self.names, with_gradients(call, self.in_double()), strict=True))
 
     @torch.no_grad()
     def copied_to(self, weights: Weights) -> Weights:
-        """Copy the leaves of these names into ``weights``, and return them."""
+        """Copy the leaves with these names into ``weights``, and return them."""
         for name, own in weights.items():
             leaf = self.leaves[name]
             for part, value in [(own, leaf)] if isinstance(own, torch.Tensor) else zip(own, leaf, strict=True):
@@ -84,18 +84,18 @@ class Captured:
         self._call, self._results = call, None
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, *given: Any) -> Any:
-        """Replay the graph; ``given`` must be the first call's arguments every time."""
+    def __call__(self, *args: Any) -> Any:
+        """Replay the graph; ``args`` must be the first call's arguments every time."""
         if self._graph is None:
-            apart = torch.cuda.Stream()
-            apart.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(apart):
+            side_stream = torch.cuda.Stream()
+            side_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side_stream):
                 for _ in range(3):
-                    self._call(*given)
-            torch.cuda.current_stream().wait_stream(apart)
+                    self._call(*args)
+            torch.cuda.current_stream().wait_stream(side_stream)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._results = self._call(*given)
+                self._results = self._call(*args)
         self._graph.replay()
         return self._results
 
@@ -112,7 +112,7 @@ class Variant:
         absent: why it cannot run here; then ``runs`` are not called.
         truth: its own truth where the problem's does not apply, because it does other work; it then has no speed-up.
         limit: its own largest error of a row, for all results or by name, where it differs from the problem's.
-        is_reference: whether the truth is made by this very program, so that their agreement proves nothing.
+        is_reference: whether this very program computes the truth, so that their agreement proves nothing.
         is_captured: whether ``runs`` are replays of CUDA graphs: they take no memory of their own, and are compared only
             with other replays.
     """
@@ -149,16 +149,16 @@ class Variant:
 
         def anew(run: Call, inputs: Inputs, **how: Any) -> Any:
             quantised_weights.forget()
-            found = run(inputs, **how)
+            results = run(inputs, **how)
             quantised_weights.forget()
-            return found
+            return results
 
         return dataclasses.replace(self, runs={work: partial(anew, run) for work, run in self.runs.items()})
 
     def into_main_grad(self, *names: str) -> Variant:
-        """Return this variant adding gradients to float32 buffers, as Megatron does: of the leaves ``names``, the last ones.
+        """Return this variant accumulating gradients of the last leaves, ``names``, into float32 buffers like Megatron.
 
-        Its forward pass takes ``main_grads``, one of each. Before the first call, which checks parity, they are zero.
+        Its forward pass takes ``main_grads``, one for each. Before the first call, which checks parity, they are zero.
         """
         main: dict[str, torch.Tensor] = {}
 
@@ -186,44 +186,44 @@ class Variant:
     def of(cls, name: str, side: str, call: Call, weights: Weights | None = None, **more: Any) -> Variant:
         """Return the variant whose forward pass is ``call`` and whose backward pass is autograd's.
 
-        ``weights`` are its own in place of the last leaves (:meth:`Inputs.copied_to`); ``more`` are other fields.
+        ``weights`` are its own, used instead of the last leaves (:meth:`Inputs.copied_to`); ``more`` are other fields.
         """
         own = list((weights or {}).values())
-        parts = [part for given in own for part in ([given] if isinstance(given, torch.Tensor) else given)]
+        parts = [part for weight in own for part in ([weight] if isinstance(weight, torch.Tensor) else weight)]
 
         def both(inputs: Inputs, **how: Any) -> list[torch.Tensor]:
             leaves = list(inputs.leaves.values())[: len(inputs.leaves) - len(own)]
             return with_gradients(partial(call, **how), inputs, [*leaves, *parts])
 
-        def stacked(found: Tensors) -> Tensors:
-            """Return one gradient for each leaf."""
-            if len(found) <= len(parts):  # of a forward pass
-                return found
-            each = iter(found[-len(parts) :])
-            full = (torch.stack([next(each) for _ in one]) if isinstance(one, Sequence) else next(each) for one in own)
-            return [*found[: -len(parts)], *full]
+        def stacked(grads: Tensors) -> Tensors:
+            """Return one gradient per leaf."""
+            if len(grads) <= len(parts):  # the outputs of a forward pass
+                return grads
+            tail = iter(grads[-len(parts) :])
+            full = (torch.stack([next(tail) for _ in w]) if isinstance(w, Sequence) else next(tail) for w in own)
+            return [*grads[: -len(parts)], *full]
 
-        results = stacked if any(isinstance(given, Sequence) for given in own) else list
+        results = stacked if any(isinstance(weight, Sequence) for weight in own) else list
         return cls(name=name, side=side, runs={FORWARD: call, BOTH: both}, **{"results": results} | more)
 
     @classmethod
     def candidates(cls, op: str, options: Options, call: Call, *, work: str = "", **needs: Any) -> Iterator[Variant]:
-        """Yield our variants: every backend of ``op`` but stock's module, with the reason for those that cannot run here.
+        """Yield our variants: every backend of ``op`` except Megatron's module, with the reason if one cannot run here.
 
         ``call`` computes the output from a backend's function and the inputs, or all results of ``work``; ``needs`` are
         further requirements of the backend, or replacements, as in a request.
         """
-        for one in (*backends.own_candidates(), *linear_cross_entropy_candidates()):
-            if one.op != op or one.name == backends.STOCK:
+        for candidate in (*backends.own_candidates(), *linear_cross_entropy_candidates()):
+            if candidate.op != op or candidate.name == backends.STOCK:
                 continue
-            present = one.present()
-            lacking = one.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
+            present = candidate.present()
+            lacking = candidate.support.lacking({"device": options.device, "dtype": options.dtype, **needs})
             if reason := lacking if present.ok else present.reason:
-                yield cls.missing(one.name, f"not here: {reason}", OURS)
+                yield cls.missing(candidate.name, f"not here: {reason}", OURS)
             elif work:
-                yield cls(name=one.name, side=OURS, runs={work: partial(call, one.load())})
+                yield cls(name=candidate.name, side=OURS, runs={work: partial(call, candidate.load())})
             else:
-                yield cls.of(one.name, OURS, partial(call, one.load()))
+                yield cls.of(candidate.name, OURS, partial(call, candidate.load()))
 
 
 @contextlib.contextmanager
@@ -319,7 +319,7 @@ class Problem:
     outputs: int = 1
     yardstick: str = ""
     norms: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, norm: norm
-    rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda have, want: (have, want)
+    rows: Callable[[torch.Tensor, torch.Tensor], Tensors] = lambda result, truth: (result, truth)
     stock: str = ""
     shape: Mapping[str, str | int] = field(default_factory=dict)
     _allowed: dict[str, float] = field(default_factory=dict)
@@ -328,16 +328,16 @@ class Problem:
         """Run ``variant`` once, and compare each result's worst row with the truth (:mod:`megacpp_mcore.ops.testing`).
 
         Anything not finite, or of a different shape, fails. A peer may leave out the last gradients; ours must return all. A
-        variant that is the very program of the truth is checked, and labelled as such.
+        variant that is the program that computed the truth is checked, and labelled as such.
         """
-        given = variant.runs[work](self.inputs)
-        found = variant.results([given] if isinstance(given, torch.Tensor) else list(given))
-        least = len(self.truth) if variant.side == OURS and work == BOTH else self.outputs
-        if len(found) < least:
-            return Result(False, f"FAILS: it gives {len(found)} results, expected at least {least}")
-        names = list(self.truth)[: self.outputs if work == FORWARD else len(found)]
+        raw_results = variant.runs[work](self.inputs)
+        results = variant.results([raw_results] if isinstance(raw_results, torch.Tensor) else list(raw_results))
+        minimum = len(self.truth) if variant.side == OURS and work == BOTH else self.outputs
+        if len(results) < minimum:
+            return Result(False, f"FAILS: it gives {len(results)} results, expected at least {minimum}")
+        names = list(self.truth)[: self.outputs if work == FORWARD else len(results)]
         truth = variant.truth or self.truth
-        errors = {name: self._error(name, have.detach(), truth[name]) for name, have in zip(names, found, strict=False)}
+        errors = {name: self._error(name, out.detach(), truth[name]) for name, out in zip(names, results, strict=False)}
         limits = self._limits(variant, errors)
         wrong = [
             f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
@@ -356,25 +356,25 @@ class Problem:
         limits = limit if isinstance(limit, Mapping) else dict.fromkeys(errors, limit)
         return {name: max(limits[name], allowed.get(name, 0.0)) for name in errors}
 
-    def _error(self, name: str, have: torch.Tensor, want: torch.Tensor) -> float:
+    def _error(self, name: str, result: torch.Tensor, truth: torch.Tensor) -> float:
         try:
-            have, want = self.rows(have, want.detach())
-            return worst_row(have, want, name, self.norms(name, row_norms(want)))
+            result, truth = self.rows(result, truth.detach())
+            return worst_row(result, truth, name, self.norms(name, row_norms(truth)))
         except AssertionError:  # a different shape, or not finite
             return float("inf")
 
 
 def on_leaves(*more: Any, **how: Any) -> Call:
-    """Return what calls an op, which it is given, on all leaves of inputs and these arguments."""
+    """Return a function that calls an op on all leaves of the inputs and these arguments."""
     return lambda fn, inputs: fn(*inputs.leaves.values(), *more, **how)
 
 
 def with_gradients(call: Call, inputs: Inputs, leaves: Tensors | None = None) -> list[torch.Tensor]:
     """Return the outputs of ``call``, and the gradients of ``leaves``, by default the inputs' leaves."""
-    made, wanted = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
-    outputs = made if isinstance(made, tuple) else (made,)
+    returned, inputs_of_grad = call(inputs), list(inputs.leaves.values() if leaves is None else leaves)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
     gradients = torch.autograd.grad(
-        outputs, wanted, list(inputs.cotangents.values()), allow_unused=True, materialize_grads=True
+        outputs, inputs_of_grad, list(inputs.cotangents.values()), allow_unused=True, materialize_grads=True
     )
     return [*(output.detach() for output in outputs), *gradients]
 

@@ -1,7 +1,7 @@
 """Sparse attention's three ops: the indexer's selection of keys, the gradient that trains it, absorbed attention to the keys.
 
-Peers are stock's functions, with and without our patch, and its TileLang kernels. Its ``cudnn`` kernels are none: their forward
-is a branch of FlashMLA of which there are no wheels.
+Peers are stock's functions, with and without our patch, and its TileLang kernels. Its ``cudnn`` kernels are left out: their
+forward is a branch of FlashMLA that has no wheels.
 
 Legend: S queries and keys, B batch, H heads (the indexer's, or attention's), D indexer head width, K width of query and latent
 key (latent and rotary part), V latent width, N selected keys.
@@ -41,7 +41,7 @@ CANCELS = {"dq": 2.0}
 TILELANG = "stock TileLang"
 _DIMS = {"qk_dim": Dim(one_of=(576,)), "v_dim": Dim(one_of=(512,)), "heads": Dim(one_of=(64, 128))}
 TILELANG_SUPPORT = Support(devices=("cuda",), dtypes=("bfloat16",), dims=_DIMS | {"selected": Dim(multiple_of=64)})
-"""What its kernels run without padding heads; stock attends unfused where they decline a call."""
+"""What its kernels run without padding heads; stock runs attention unfused if they decline a call."""
 
 QUERIES = 1024
 """Queries whose scores are drawn at a time, as all scores would be S × S numbers."""
@@ -108,8 +108,8 @@ def selected_scores(index_BSN: torch.Tensor, score_BSS: torch.Tensor) -> Tensors
     chosen = chosen.scatter_(2, torch.where(index_BSN < 0, keys, index_BSN).long(), True)[..., :keys]
     if bool((chosen & ~causal_SS).any()) or not torch.equal(chosen.sum(-1), has_key.sum(-1)):
         raise AssertionError("a key of the future is selected, one key twice, or too few")
-    found_BSN = score_BSS.masked_fill(~chosen, float("-inf")).topk(topk, dim=-1).values
-    return [found_BSN.masked_fill(~has_key, 0.0), best_BSN.masked_fill(~has_key, 0.0)]
+    selected_BSN = score_BSS.masked_fill(~chosen, float("-inf")).topk(topk, dim=-1).values
+    return [selected_BSN.masked_fill(~has_key, 0.0), best_BSN.masked_fill(~has_key, 0.0)]
 
 
 def _drawn(draw: Draw, options: Options) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ def _drawn(draw: Draw, options: Options) -> dict[str, torch.Tensor]:
 
 
 def _causal(q: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what stock's functions are told of the keys that each query sees: the first and the end."""
+    """Return the range of keys that each query sees, as arguments of stock's functions."""
     starts = torch.zeros(len(q), dtype=torch.int64, device=q.device)
     return {"varlen_starts": starts, "varlen_ends": torch.arange(1, len(q) + 1, device=q.device)}
 
@@ -129,7 +129,7 @@ def sparse_mla(options: Options) -> Problem:
     B, S, H, V, N = options.sizes("B", "S", "heads", "latent", "topk")
     K, draw = V + options.shape["rope"], Draw(options)
     scores = (draw.normal(B, min(QUERIES, S - row), S, dtype=torch.float32) for row in range(0, S, QUERIES))
-    index_BSN = torch.cat([causal_topk(one, N, first_row=i * QUERIES) for i, one in enumerate(scores)], dim=1)
+    index_BSN = torch.cat([causal_topk(part, N, first_row=i * QUERIES) for i, part in enumerate(scores)], dim=1)
     leaves = draw.leaves(q=draw.normal(S, B, H, K), kv=draw.normal(S, B, K))
     inputs = Inputs(leaves, {"o": draw.normal(S, B, H, V)})
     how = {"softmax_scale": K**-0.5, "value_dim": V}
@@ -148,7 +148,7 @@ def sparse_mla(options: Options) -> Problem:
     forward = queries + keys + S * B * min(N, S) * 4 + output
     work = product(B * selected_pairs(S, N) * H * (K + V))
     ours = list(Variant.candidates("sparse_mla", options, run, qk_dim=K, v_dim=V))
-    fixed = [one.deterministic() for one in ours if one.name == "triton" and one.runs]
+    fixed = [variant.deterministic() for variant in ours if variant.name == "triton" and variant.runs]
     sizes = {"qk_dim": K, "v_dim": V, "heads": H, "selected": min(N, S)}
     unfit = TILELANG_SUPPORT.lacking({"device": options.device, "dtype": options.dtype, **sizes})
     reason = f"not here: {unfit}" if unfit else lacking(options.device, "tilelang", TILELANG)
@@ -158,7 +158,7 @@ def sparse_mla(options: Options) -> Problem:
         Variant.of(f"patch {PATCH}", OURS, stock, around=partial(patched, PATCH)),
         *ours,
         *fixed,
-        *(one.captured() for one in (*ours, *fixed) if one.name.startswith("triton") and one.runs),
+        *(variant.captured() for variant in (*ours, *fixed) if variant.name.startswith("triton") and variant.runs),
     ]
     works = Floor.pair(work, forward, 2 * forward + output + queries + keys, options.dtype)
     return Problem(inputs, variants, works, inputs.truth(partial(run, attend)), limits, norms=norms)

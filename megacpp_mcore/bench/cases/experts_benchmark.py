@@ -33,7 +33,7 @@ QUANTIZED = 0.3
 """For products in FP8: a probability's gradient can be small compared with the products it sums."""
 
 BACKENDS = {"triton": ROUNDED, "quack": ROUNDED, TRITON_FP8: QUANTIZED, "te": ROUNDED}
-"""The limits of backends, which also add to a main_grad. But for ``te`` there are graphs of them; FP8 quantises the weights in
+"""The limits of backends, which also add to a main_grad. All except ``te`` are also run as graphs; FP8 quantises the weights in
 every replay."""
 
 LOSS = 1e-4
@@ -72,7 +72,7 @@ def _stock_router(logits_TE: torch.Tensor, bias_E: torch.Tensor, *, topk: int, b
         logits_TE, topk, score_function="sigmoid", expert_bias=bias_E
     )
     best_TE, score_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, topk, "sigmoid")
-    best_BE, score_BE = (each.unflatten(0, (-1, batch)).sum(0) for each in (best_TE, score_TE))
+    best_BE, score_BE = (scores_TE.unflatten(0, (-1, batch)).sum(0) for scores_TE in (best_TE, score_TE))
     squared = moe_utils.z_loss_func(logits_TE, 1.0) * logits_TE.shape[0]
     return Routed(probs_TE, routing_TE, routing_TE.sum(0), best_BE, score_BE, squared)
 
@@ -107,7 +107,7 @@ def routed_mlp(options: Options) -> Problem:
         x, probs, w1, w2 = inputs.leaves.values()
         return fn(x, routing_TE, probs, w1, w2, topk=K, **how)
 
-    # Megatron's permutation around TE's linears, as the alltoall dispatcher and TEGroupedMLP of one process have it.
+    # Megatron's permutation around TE's linears, like the alltoall dispatcher and TEGroupedMLP in one process.
     stock = [
         _by_engine(f"stock TEGroupedMLP{name}", options, inputs, run, partial(_permuted, fused))
         for name, fused in (("", False), (", fused permutation", True))
@@ -127,18 +127,18 @@ def _problem(op: str, options: Options, inputs: Inputs, run: Call, peers: Sequen
     rows, weights = inputs.leaves["x"].nbytes, inputs.leaves["w1"].nbytes + inputs.leaves["w2"].nbytes
     E, D, width = options.sizes("experts", "hidden", "expert_width")
     variants = [*peers]
-    for found in Variant.candidates(op, options, run, hidden=D, ffn=width, experts=E):
-        one = dataclasses.replace(found, limit=BACKENDS.get(found.name))
-        if one.name == TRITON_FP8 and one.runs:
-            variants.append(dataclasses.replace(one, name=f"{TRITON_FP8}, weights kept quantised"))
-            one = one.quantising()
-        variants.append(one)
-        if one.name in BACKENDS and one.runs:
-            variants += [one.captured()] if options.device == "cuda" and one.name != "te" else []
-            variants.append(one.into_main_grad("w1", "w2"))
+    for candidate in Variant.candidates(op, options, run, hidden=D, ffn=width, experts=E):
+        variant = dataclasses.replace(candidate, limit=BACKENDS.get(candidate.name))
+        if variant.name == TRITON_FP8 and variant.runs:
+            variants.append(dataclasses.replace(variant, name=f"{TRITON_FP8}, weights kept quantised"))
+            variant = variant.quantising()
+        variants.append(variant)
+        if variant.name in BACKENDS and variant.runs:
+            variants += [variant.captured()] if options.device == "cuda" and variant.name != "te" else []
+            variants.append(variant.into_main_grad("w1", "w2"))
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """Return norms for errors; a gradient of probabilities is a few sums, some small by chance: all have one."""
+        """Return norms for errors; gradients of probabilities are few sums, some small by chance, so all share one norm."""
         return norm.square().mean().sqrt().expand_as(norm) if name == "dprobs" else norm
 
     work, truth = feed_forward(routed, D, width), inputs.truth(partial(run, getattr(reference, op)))
@@ -180,5 +180,5 @@ def _by_engine(name: str, options: Options, inputs: Inputs, run: Call, call: Cal
         return linears["w2"](hidden, counts)
 
     numbers = range(options.shape["experts"])
-    weights = {weight: [getattr(one, f"weight{number}") for number in numbers] for weight, one in linears.items()}
+    weights = {weight: [getattr(linear, f"weight{number}") for number in numbers] for weight, linear in linears.items()}
     return Variant.of(name, PEER, partial(run, partial(call, experts)), inputs.copied_to(weights), limit=ROUNDED)

@@ -80,15 +80,15 @@ class Built:
         """
         own = inputs.copied_to(dict(self.module.named_parameters()) if weights is None else weights)
         is_reference = side == OURS and self.is_reference
-        return Variant.of(name, side, lambda given: self.call(given.leaves["hidden"]), own, is_reference=is_reference)
+        return Variant.of(name, side, lambda drawn: self.call(drawn.leaves["hidden"]), own, is_reference=is_reference)
 
 
 def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: Options) -> Problem:
     """Compare layers of ``kind``, a letter with its role; ``peer`` makes the peer, or says why there is none."""
     by_width, hidden_size = {preset(name).hidden_size: preset(name) for name in MODELS}, options.shape["hidden"]
     if hidden_size not in by_width:
-        known = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
-        raise BenchmarkError(f"size hidden is {hidden_size}; expected the width of a model: {known}")
+        widths = ", ".join(f"{width} ({model.name})" for width, model in by_width.items())
+        raise BenchmarkError(f"size hidden is {hidden_size}; expected the width of a model: {widths}")
     model = with_overrides(by_width[hidden_size], {"seq_length": options.shape["S"]})
     kinds = [letter + (role or "") for letter, role in zip(model.layers, model.roles, strict=True)]
     number = 0 if kind == "mtp" else kinds.index(kind) + 1
@@ -110,8 +110,8 @@ def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: 
     if options.device == "cuda" and not ours.is_reference:  # references synchronise with the host
         variants.append(variants[-1].captured())
     step = flops.step(model, options.shape["B"], seq_length=options.shape["S"])
-    whole, head = (step.layers[number - 1].total, Work(0, 0)) if number else (step.mtp[0].total, step.mtp[0].head)
-    work = Work(whole.forward - head.forward, whole.backward - head.backward)
+    total, head = (step.layers[number - 1].total, Work(0, 0)) if number else (step.mtp[0].total, step.mtp[0].head)
+    work = Work(total.forward - head.forward, total.backward - head.backward)
     stored, rows = sum(weight.nbytes for weight in weights.values()), hidden.nbytes
     works = Floor.pair(work, stored + 2 * rows, 3 * stored + 5 * rows, options.dtype)
     return Problem(
@@ -122,26 +122,26 @@ def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: 
 def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the results on the ops' references (except :data:`BEFORE_SELECTION` in a layer that selects), and the limits."""
     same = BEFORE_SELECTION if plan.kind in ("E", "A" + grammar.FULL_INDEX) else ()
-    references = [one.op for one in own_candidates() if one.name == REFERENCE and one.op not in same]
+    references = [c.op for c in own_candidates() if c.name == REFERENCE and c.op not in same]
     layer = _build(plan, dict.fromkeys(references, REFERENCE))
     run = layer.variant(REFERENCE, OURS, inputs).runs[BOTH]
-    found = dict(zip(inputs.names, run(inputs), strict=True))
+    dtype_results = dict(zip(inputs.names, run(inputs), strict=True))
     limits = dict.fromkeys(inputs.names, LIMITS[plan.options.dtype])
     if plan.kind != "R":
-        return found, limits
+        return dtype_results, limits
 
     def widened(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    def in_double(fn: Any, first: torch.Tensor, *given: Any, **weights: Any) -> tuple[torch.Tensor, Any]:
+    def in_double(fn: Any, first: torch.Tensor, *args: Any, **weights: Any) -> tuple[torch.Tensor, Any]:
         """Call an op on its inputs in float64, and return its output in the dtype of the first one."""
-        output, state = fn(*map(widened, (first, *given)), **{name: widened(value) for name, value in weights.items()})
+        output, state = fn(*map(widened, (first, *args)), **{name: widened(value) for name, value in weights.items()})
         return output.to(first.dtype), state
 
     mixer = layer.module.self_attention
     mixer.backend = SimpleNamespace(fn=partial(in_double, mixer.backend.fn))
     truth = dict(zip(inputs.names, run(inputs), strict=True))
-    errors = {name: PEER_RATIO * worst_row(found[name], truth[name], name) for name in truth}
+    errors = {name: PEER_RATIO * worst_row(dtype_results[name], truth[name], name) for name in truth}
     return truth, {name: max(limits[name], min(errors[name], YARDSTICK_LIMIT)) for name in truth}
 
 
@@ -198,12 +198,12 @@ def _build(plan: Plan, requests: Mapping[str, str], *, stock_core: bool = False)
     module = module.to(plan.options.device).train()
     if plan.options.dtype == "bfloat16":
         module = module.bfloat16()
-    made = dispatcher.observed_backends()
-    names = ", ".join(dict.fromkeys(f"{one['op']} {one['observed']}" for one in made))
-    compared = {one.op for one in own_candidates() if one.name == REFERENCE}  # of other ops the truth is the same
-    computing = [one["observed"] for one in made if one["op"] in compared and one["observed"] != STOCK]
+    records = dispatcher.observed_backends()
+    names = ", ".join(dict.fromkeys(f"{record['op']} {record['observed']}" for record in records))
+    compared = {c.op for c in own_candidates() if c.name == REFERENCE}  # of other ops the truth is the same
+    computing = [record["observed"] for record in records if record["op"] in compared and record["observed"] != STOCK]
     call = _call(plan, module, cache, sources.get(plan.number))
-    return Built(module, call, names or "stock's modules", all(one == REFERENCE for one in computing))
+    return Built(module, call, names or "stock's modules", all(backend == REFERENCE for backend in computing))
 
 
 def _call(plan: Plan, module: Any, cache: IndexCache, full: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -213,8 +213,8 @@ def _call(plan: Plan, module: Any, cache: IndexCache, full: int | None) -> Calla
         token_BS = draw.integers(plan.model.vocab_size, B, S)
         position_BS = torch.arange(S, device=plan.options.device).expand(B, -1)
         embedded_SBD = draw.normal(S, B, plan.model.hidden_size)
-        given = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
-        return lambda hidden_SBD: module(token_BS, position_BS, hidden_SBD, **given)[0]
+        kwargs = {"attention_mask": None, "embedding": lambda **_: embedded_SBD}
+        return lambda hidden_SBD: module(token_BS, position_BS, hidden_SBD, **kwargs)[0]
     if full is not None:
         selection = Selection(causal_topk(draw.normal(B, S, S, dtype=torch.float32), plan.model.dsa.topk))
 
@@ -236,11 +236,11 @@ def _stock_moe(plan: Plan, inputs: Inputs) -> Variant:
     """Return the layer with stock's router, dispatcher and experts, whose matrices are separate parameters."""
     from megacpp_mcore.layer_specs.experts import expert_matrices
 
-    theirs = _build(plan, dict.fromkeys((EXPERTS, "router", "rms_norm"), STOCK))
-    first, second = expert_matrices(theirs.module.mlp.experts)
-    by_name = {**dict(theirs.module.named_parameters()), "mlp.experts.weight1": first, "mlp.experts.weight2": second}
+    stock = _build(plan, dict.fromkeys((EXPERTS, "router", "rms_norm"), STOCK))
+    first, second = expert_matrices(stock.module.mlp.experts)
+    by_name = {**dict(stock.module.named_parameters()), "mlp.experts.weight1": first, "mlp.experts.weight2": second}
     weights = {name: by_name[name] for name in inputs.leaves if name != "hidden"}
-    return theirs.variant("stock MoELayer", PEER, inputs, weights)
+    return stock.variant("stock MoELayer", PEER, inputs, weights)
 
 
 layer_a_full = partial(_problem, "A" + grammar.FULL_ATTENTION, _with_stock_core)

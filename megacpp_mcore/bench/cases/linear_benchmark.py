@@ -1,7 +1,7 @@
 """Dense layers: a layer's first norm, Mamba-3's input projection, MTP's feed-forward, and the output layer with its loss.
 
 In bfloat16 and in FP8, also by Transformer Engine's linear layers. The head's losses and gradients are stock Megatron's, ours,
-and installed vendors'; the three dense products alone are timed, too: the floor of everything that forms the logits.
+and installed vendors'; the three dense products are also timed by themselves: the floor of everything that forms logits.
 
 Legend: S sequence, B batch, D or H hidden, F inner width; N all rows of the projection's weight, of which the wide parts come
 first, or all tokens of the head; V vocabulary.
@@ -45,11 +45,11 @@ HEAD_LIMITS = {"bfloat16": 5e-3, "float32": 2e-6}
 STOCK = "stock"
 
 SUMS = {"exact sums forward": {"forward": False}, "fast sums backward": {"backward": True}}
-"""How the kernels of Mamba-3's projection can sum otherwise than they do by default."""
+"""How the kernels of Mamba-3's projection can sum other than by default."""
 
 
 def rms_norm(options: Options) -> Problem:
-    """Compare every implementation on one set of rows; both gradients of a row are added up."""
+    """Compare every implementation on one set of rows; both gradients of a row are summed."""
     B, S, D = options.sizes("B", "S", "hidden")
     draw = Draw(options)
     leaves = draw.leaves(x=draw.normal(S, B, D), weight=1 + draw.normal(D, scale=0.1))
@@ -68,7 +68,7 @@ def rms_norm(options: Options) -> Problem:
         *Variant.candidates("rms_norm", options, run, hidden=D),
     ]
     if options.device == "cuda":  # on the host, launching these takes longer than computing them on the device
-        variants += [one.captured() for one in variants if one.runs]
+        variants += [variant.captured() for variant in variants if variant.runs]
     moved = S * B * D * draw.itemsize
     works = Floor.pair(flops.Work(0, 0), 2 * moved, 6 * moved, "float32")
     return Problem(inputs, variants, works, inputs.truth(partial(run, norm.rms_norm)), NORM_LIMIT, outputs=2)
@@ -84,8 +84,8 @@ def _engine_norms(options: Options, inputs: Inputs, run: Call) -> Iterator[Varia
     from megatron.core.extensions import transformer_engine as stock
 
     def call(module: Call, x: torch.Tensor, *_: Any) -> Tensors:
-        found = module(x)
-        return found if isinstance(found, tuple) else (found, x)
+        returned = module(x)
+        return returned if isinstance(returned, tuple) else (returned, x)
 
     weight = inputs.leaves["weight"]
     for name, kind in zip(names, (te.RMSNorm, stock.TEFusedResidualRMSNorm), strict=True):
@@ -107,15 +107,15 @@ def feed_forward(options: Options) -> Problem:
 
     engine = _engine_in_fp8(options, inputs, ("w1", "w2"), lambda x, first, second: second(functional.gelu(first(x))))
     variants = [Variant.of("PyTorch", PEER, plain), *engine]
-    for one in Variant.candidates("feed_forward", options, run, hidden=D, ffn=F):
-        variants += _in_fp8(one, "w1", "w2") if one.runs and one.name == TRITON_FP8 else [one]
+    for candidate in Variant.candidates("feed_forward", options, run, hidden=D, ffn=F):
+        variants += _in_fp8(candidate, "w1", "w2") if candidate.runs and candidate.name == TRITON_FP8 else [candidate]
     works = Floor.pair(flops.feed_forward(S * B, D, F), 2 * x + w, 5 * x + 3 * w, options.dtype)
     limit = {"bfloat16": 1e-2, "float32": 1e-5}[options.dtype]
     return Problem(inputs, variants, works, inputs.truth(plain), limit, stock="PyTorch")
 
 
 def mamba3_projection(options: Options) -> Problem:
-    """Compare every implementation on one input, whose gradient comes as the implementation's own outputs are laid out."""
+    """Compare every implementation on one input; its gradient has the layout of the implementation's own outputs."""
     B, S, D, wide, narrow = options.sizes("B", "S", "hidden", "wide", "narrow")
     draw = Draw(options)
     whole_SBN = draw.normal(S, B, wide + narrow)
@@ -128,27 +128,27 @@ def mamba3_projection(options: Options) -> Problem:
     def run(fn: Call, inputs: Inputs, main_grads: Any = (None,)) -> Tensors:
         return fn(*inputs.leaves.values(), *main_grads, wide)
 
-    def whole(variant: Variant) -> Variant:
-        """Return the variant of an implementation with both parts in one output, for which it is given one gradient."""
+    def joint(variant: Variant) -> Variant:
+        """Return the variant of an implementation with both parts in one output, which takes one gradient."""
 
         def both(inputs: Inputs, **how: Any) -> Tensors:
             return variant.runs[BOTH](dataclasses.replace(inputs, cotangents={"y": whole_SBN}), **how)
 
-        def results(found: Tensors) -> Tensors:
-            return [found[0][..., :wide], found[0][..., wide:], *found[1:]]
+        def results(outputs: Tensors) -> Tensors:
+            return [outputs[0][..., :wide], outputs[0][..., wide:], *outputs[1:]]
 
         return dataclasses.replace(variant, runs=variant.runs and {**variant.runs, BOTH: both}, results=results)
 
     engine = _engine_in_fp8(options, inputs, ("weight",), lambda x, linear: linear(x))
-    variants = [whole(peer) for peer in (Variant.of("PyTorch", PEER, plain), *engine)]
-    for one in Variant.candidates("mamba3_projection", options, run, hidden=D, outputs=wide):
-        if not one.runs:
-            variants.append(one)
-        elif TRITON_FP8 in one.name:
-            variants += _in_fp8(one, "weight", all_sums=one.name == TRITON_FP8)
+    variants = [joint(peer) for peer in (Variant.of("PyTorch", PEER, plain), *engine)]
+    for candidate in Variant.candidates("mamba3_projection", options, run, hidden=D, outputs=wide):
+        if not candidate.runs:
+            variants.append(candidate)
+        elif TRITON_FP8 in candidate.name:
+            variants += _in_fp8(candidate, "weight", all_sums=candidate.name == TRITON_FP8)
         else:  # the outputs are parts of one; in bfloat16 also as graphs
-            variants += [whole(one).captured()] if options.device == "cuda" else []
-            variants += [whole(one), whole(one).into_main_grad("weight")]
+            variants += [joint(candidate).captured()] if options.device == "cuda" else []
+            variants += [joint(candidate), joint(candidate).into_main_grad("weight")]
     work = flops.product(S * B * D * (wide + narrow))
     works = Floor.pair(work, x + weight + y, 3 * weight + 3 * x + 2 * y, options.dtype)
     truth = inputs.truth(lambda inputs: plain(inputs).split([wide, narrow], -1))
@@ -156,11 +156,11 @@ def mamba3_projection(options: Options) -> Problem:
     return Problem(inputs, variants, works, truth, limit, outputs=2, stock="PyTorch")
 
 
-def _in_fp8(found: Variant, *weights: str, all_sums: bool = False) -> Iterator[Variant]:
-    """Yield a backend as a graph, which quantises the weights; with them quantised in each call; and kept, also by ``SUMS``."""
-    one = dataclasses.replace(found, limit=QUANTIZED)
-    yield from (one.captured(), one.quantising())
-    kept = dataclasses.replace(one, name=f"{found.name}, weights kept quantised")
+def _in_fp8(backend: Variant, *weights: str, all_sums: bool = False) -> Iterator[Variant]:
+    """Yield a backend as a graph that quantises the weights, with them quantised per call, and kept, also with ``SUMS``."""
+    quantised = dataclasses.replace(backend, limit=QUANTIZED)
+    yield from (quantised.captured(), quantised.quantising())
+    kept = dataclasses.replace(quantised, name=f"{backend.name}, weights kept quantised")
     yield kept
     for how, change in SUMS.items() if all_sums else ():
         around = partial(mock.patch.dict, "megacpp_mcore.ops.mamba3_projection.triton.FAST", change)
@@ -173,10 +173,10 @@ def _engine_in_fp8(options: Options, inputs: Inputs, names: tuple[str, ...], cal
 
     ``call`` computes the output from the input ``x`` and linear layers of the weights ``names``.
     """
-    for recipe, (kind, asks) in ((each, RECIPES[each]) for each in ("current", "block")):
+    for recipe, (kind, check) in ((key, RECIPES[key]) for key in ("current", "block")):
         name = f"Transformer Engine, FP8 {recipe}"
         if not (reason := lacking(options.device, name=name)):
-            can, why = te_imports.entry(asks)(return_reason=True)
+            can, why = te_imports.entry(check)(return_reason=True)
             reason = "" if can else f"not here: {why}"
         if reason:
             yield Variant.missing(name, reason)
@@ -213,7 +213,7 @@ def linear_cross_entropy(options: Options) -> Problem:
         *_stock_head(hidden, vocab, call),
         *_reduced(options, inputs, call),
         Variant.of("reference", OURS, partial(call, head.linear_cross_entropy)),
-        Variant.of("chunked", OURS, partial(call, lambda *given: chunked.linear_cross_entropy(*given).loss)),
+        Variant.of("chunked", OURS, partial(call, lambda *args: chunked.linear_cross_entropy(*args).loss)),
         _into("chunked, main_grad", weight_VH, call, None),
         _into("known weights, main_grad", weight_VH, call, share_N),
         Variant(name="three dense products", side=BOUND, runs={BOTH: products}),
@@ -254,7 +254,7 @@ def _stock_head(hidden: int, vocab: int, call: Call) -> Iterator[Variant]:
     yield Variant.of("stock, fused cross-entropy", PEER, partial(call, fused))
 
 
-def _into(name: str, weight_VH: torch.Tensor, call: Call, known_N: torch.Tensor | None) -> Variant:
+def _into(name: str, weight_VH: torch.Tensor, call: Call, weight_N: torch.Tensor | None) -> Variant:
     """Accumulate as with fusion: the weight's gradient is added to an existing float32 buffer.
 
     The first run, which checks parity, starts with a zero buffer. Known weights are the gradients of the losses themselves.
@@ -262,27 +262,27 @@ def _into(name: str, weight_VH: torch.Tensor, call: Call, known_N: torch.Tensor 
     buffer_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run(inputs: Inputs) -> Tensors:
-        main_grad, wanted = MainGrad(buffer_VH, lambda: None), list(inputs.leaves.values())
-        fn = partial(chunked.linear_cross_entropy, main_grad=main_grad, token_weight=known_N)
+        main_grad, leaves = MainGrad(buffer_VH, lambda: None), list(inputs.leaves.values())
+        fn = partial(chunked.linear_cross_entropy, main_grad=main_grad, token_weight=weight_N)
         loss = call(fn, inputs).loss
-        grad_hidden, _ = torch.autograd.grad(loss, wanted, inputs.cotangents["loss"], allow_unused=True)
+        grad_hidden, _ = torch.autograd.grad(loss, leaves, inputs.cotangents["loss"], allow_unused=True)
         return [loss.detach(), grad_hidden, buffer_VH]
 
     return Variant(name=name, side=OURS, runs={BOTH: run})
 
 
 def _reduced(options: Options, inputs: Inputs, call: Call) -> Iterator[Variant]:
-    """Yield the mean of the tokens' losses, ours and of vendors that return no more: less work than the other variants."""
+    """Yield the mean loss over tokens, ours and of vendors that return only that: less work than the other variants."""
 
     def mean(fn: Call, inputs: Inputs) -> Tensors:
-        loss, wanted = call(fn, inputs), list(inputs.leaves.values())
-        return [loss.detach(), *torch.autograd.grad(loss, wanted)]
+        loss, leaves = call(fn, inputs), list(inputs.leaves.values())
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     sizes = {name: options.shape[name] for name in ("hidden", "vocab")}
     dense = partial(mean, partial(_dense, reduction="mean"))
     truth = dict(zip(inputs.names, dense(inputs.in_double()), strict=True))
     plain = zip(dense(inputs), truth.items(), strict=True)
-    limit = max(HEAD_LIMITS[options.dtype], *(PEER_RATIO * worst_row(have, want, name) for have, (name, want) in plain))
-    for one in Variant.candidates("linear_cross_entropy", options, mean, work=BOTH, **sizes):
-        side = OURS if one.name == "chunked" else PEER
-        yield dataclasses.replace(one, name=f"{one.name}, mean", side=side, truth=truth, limit=limit)
+    limit = max(HEAD_LIMITS[options.dtype], *(PEER_RATIO * worst_row(out, ref, name) for out, (name, ref) in plain))
+    for candidate in Variant.candidates("linear_cross_entropy", options, mean, work=BOTH, **sizes):
+        side = OURS if candidate.name == "chunked" else PEER
+        yield dataclasses.replace(candidate, name=f"{candidate.name}, mean", side=side, truth=truth, limit=limit)

@@ -38,8 +38,8 @@ PLAIN = "plain PyTorch"
 def mla(options: Options) -> Problem:
     """Compare every implementation on one set of queries, keys and values.
 
-    With a size ``documents``, each row has so many of one length, marked by their numbers, or packed for stock's seam; with
-    ``window``, a query sees so many keys before its own.
+    With a size ``documents``, each row has that many of equal length, marked by their numbers, or packed for stock's seam; with
+    ``window``, a query sees that many keys before its own.
 
     Raises:
         BenchmarkError: the documents do not fill the rows.
@@ -58,7 +58,7 @@ def mla(options: Options) -> Problem:
     attend = on_leaves(softmax_scale=scale, seq_idx=seq_idx, window=window)
 
     def norms(name: str, norm: torch.Tensor) -> torch.Tensor:
-        """Return norms for errors; in the gradient of a document's first queries all cancels: they use the terms' norm."""
+        """Return norms for errors; the gradient of a document's first queries cancels: they use the norm of its terms."""
         tensors = [*inputs.leaves.values(), *inputs.cotangents.values()]
         for start in range(0, S, length) if name == "dq" else ():
             document = [tensor[start : start + length] for tensor in tensors]
@@ -72,18 +72,18 @@ def mla(options: Options) -> Problem:
     work = product(B * H * documents * pairs * (K + V))  # two products under the mask
     stock = _stock(options, length if packed else None, window)
     ours = list(Variant.candidates("mla", options, attend, **needs))
-    ordered = [one.deterministic() for one in ours if one.name == "flash4" and one.runs]
-    graphs = [one.captured() for one in ours if one.name in ("sdpa", "triton", "flash4", "te") and one.runs]
+    ordered = [v.deterministic() for v in ours if v.name == "flash4" and v.runs]
+    graphs = [v.captured() for v in ours if v.name in ("sdpa", "triton", "flash4", "te") and v.runs]
     variants, limit = [*stock, *ours, *ordered, *graphs], LIMITS[options.dtype]
     works = Floor.pair(work, forward, forward + backward, options.dtype)
     truth = inputs.truth(partial(attend, mla_attention))
-    made = Problem(inputs, variants, works, truth, limit, yardstick=PLAIN, norms=norms, stock=stock[0].name)
-    made.check(Variant.of(PLAIN, BOUND, partial(attend, _plain)), BOTH)
-    return made
+    problem = Problem(inputs, variants, works, truth, limit, yardstick=PLAIN, norms=norms, stock=stock[0].name)
+    problem.check(Variant.of(PLAIN, BOUND, partial(attend, _plain)), BOTH)
+    return problem
 
 
 def _stock(options: Options, length: int | None, window: int | None) -> list[Variant]:
-    """Return stock's module and the same with the patch, in packed documents of ``length`` tokens; None: in whole rows.
+    """Return stock's module, with and without the patch, in packed documents of ``length`` tokens; None: in whole rows.
 
     The patch leaves a ``window`` to stock.
     """
@@ -99,7 +99,7 @@ def _stock(options: Options, length: int | None, window: int | None) -> list[Var
     engine = not lacking(options.device)
     stock, patch = f"stock {'Transformer Engine' if engine or length else 'local'}", f"patch {PATCH}"
     if length and B > 1:
-        reason = "not here: stock packs rows of a batch of 1 alone"
+        reason = "not here: stock packs rows only at batch size 1"
         return [Variant.missing(stock, reason), Variant.missing(patch, reason, OURS)]
     config = MLATransformerConfig(
         num_layers=1, hidden_size=H * V, num_attention_heads=H, qk_head_dim=K // 2, qk_pos_emb_head_dim=K - K // 2,
@@ -126,7 +126,7 @@ def _stock(options: Options, length: int | None, window: int | None) -> list[Var
         run = MultiLatentAttention._run_core_attention
         return run(attention, *tensors, None, packed_seq_params=packed).reshape(inputs.cotangents["o"].shape)
 
-    absent = "no peer here: packed rows are Transformer Engine's alone" if length and not engine else ""
+    absent = "no peer here: only Transformer Engine takes packed rows" if length and not engine else ""
     return [
         Variant.of(stock, PEER, seam, absent=absent),
         *([] if window else [Variant.of(patch, OURS, seam, around=partial(patched, PATCH))]),
@@ -149,7 +149,7 @@ def _plain(
         return torch.einsum("bst,tbv->sbv", score_BST.masked_fill(~seen_BST, float("-inf")).softmax(-1), v_TBV)
 
     heads = zip(*(tensor.unbind(2) for tensor in q_k_v), strict=True)
-    return torch.stack([checkpoint(head, *one, use_reentrant=False, preserve_rng_state=False) for one in heads], dim=2)
+    return torch.stack([checkpoint(head, *qkv, use_reentrant=False, preserve_rng_state=False) for qkv in heads], dim=2)
 
 
 def mla_latents(options: Options) -> Problem:
@@ -226,16 +226,16 @@ def _projection(
 
     def call(fn: Call, inputs: Inputs) -> Any:
         dtype = next(iter(inputs.leaves.values())).dtype  # in float64 the other inputs are, too
-        others = {key: one.to(dtype) if getattr(one, "dtype", 0) == draw.dtype else one for key, one in how.items()}
+        others = {key: t.to(dtype) if getattr(t, "dtype", 0) == draw.dtype else t for key, t in how.items()}
         return fn(**inputs.leaves, **others)
 
-    truth, given = partial(call, getattr(reference, name)), draw.leaves(**leaves)
-    made = truth(Inputs(given))
-    outputs = made if isinstance(made, tuple) else (made,)
-    inputs = Inputs(given, {f"output {i}": draw.normal(*one.shape) for i, one in enumerate(outputs)})
+    truth, inputs_of_op = partial(call, getattr(reference, name)), draw.leaves(**leaves)
+    returned = truth(Inputs(inputs_of_op))
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    inputs = Inputs(inputs_of_op, {f"output {i}": draw.normal(*output.shape) for i, output in enumerate(outputs)})
     tensors = [*leaves.values(), *(value for value in how.values() if isinstance(value, torch.Tensor))]
     read, written, gradients = (
-        sum(one.numel() for one in some) * draw.itemsize for some in (tensors, outputs, leaves.values())
+        sum(tensor.numel() for tensor in group) * draw.itemsize for group in (tensors, outputs, leaves.values())
     )
     peer = Variant.missing("stock", "no peer: stock does this in some ten operations of PyTorch's")
     # The reference is the last backend, and comes first here: its errors are the yardstick.

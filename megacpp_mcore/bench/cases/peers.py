@@ -1,4 +1,4 @@
-"""Peers: what is installed of them, how their modules are imported and made."""
+"""Peers: which are installed, how their modules are imported and built."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ENGINE = "transformer_engine.pytorch"
 def lacking(device: str, module: str = ENGINE, name: str = "Transformer Engine") -> str:
     """Return why the peer ``name``, which needs ``module`` and a GPU, cannot run here; empty if it can."""
     if device != "cuda":
-        return f"no peer here: {name} runs on a GPU alone"
-    found = te_imports.available() if module == ENGINE else probe_import(module)
-    return "" if found.ok else f"no peer installed: {name} ({found.reason})"
+        return f"no peer here: {name} runs only on a GPU"
+    probed = te_imports.available() if module == ENGINE else probe_import(module)
+    return "" if probed.ok else f"no peer installed: {name} ({probed.reason})"
 
 
 def engine_linear(weight: torch.Tensor) -> Any:
-    """Make Transformer Engine's linear layer of the sizes of ``weight``; of one with an expert axis, the grouped one."""
+    """Build Transformer Engine's linear layer with the sizes of ``weight``; with an expert axis, the grouped one."""
     *experts, outputs, width = weight.shape
     kind = te_imports.entry("GroupedLinear" if experts else "Linear")
     return kind(*experts, width, outputs, bias=False, params_dtype=weight.dtype, device=weight.device)
@@ -48,7 +48,7 @@ def mamba3_source() -> Any:
         raise ImportError("mamba-ssm is not installed")
     if "mamba_ssm" not in sys.modules:
         package = ModuleType("mamba_ssm")
-        package.__spec__ = spec  # find_spec reads it from here once the module is there
+        package.__spec__ = spec  # find_spec reads it from here once the module exists
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["mamba_ssm"] = package
     source: Any = importlib.import_module("mamba_ssm.modules.mamba3")
@@ -58,14 +58,14 @@ def mamba3_source() -> Any:
 
     modules = [module for name, module in sys.modules.items() if name.startswith("mamba_ssm.ops.triton.mamba3.")]
     for kernel in (value for module in modules for value in vars(module).values() if isinstance(value, Autotuner)):
-        few = [one for one in kernel.configs if (one.num_warps, one.num_stages, one.maxnreg) == (4, 2, None)]
+        few = [c for c in kernel.configs if (c.num_warps, c.num_stages, c.maxnreg) == (4, 2, None)]
         kernel.configs = few or kernel.configs
     return source
 
 
 @contextlib.contextmanager
 def patched(name: str) -> Iterator[None]:
-    """Apply only the patch ``name`` for the duration; afterwards everything is as before."""
+    """Apply only the patch ``name`` for the duration of the context, then revert it."""
     from megacpp_mcore.patches.machinery.registry import default
 
     applied = default().apply([name])

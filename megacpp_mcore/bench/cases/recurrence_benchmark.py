@@ -61,13 +61,13 @@ def mamba3(options: Options) -> Problem:
     def weight(*shape: int, around: float = 1.0) -> torch.Tensor:
         return draw.normal(*shape, scale=0.1, dtype=torch.float32) + around
 
-    given = {"u": draw.normal(B, S, sum(widths))}
-    given |= {"dt_bias": weight(H, around=-4.0), "b_bias": weight(H, R, N), "c_bias": weight(H, R, N)}
-    given |= {"b_norm_weight": weight(N).to(draw.dtype), "c_norm_weight": weight(N).to(draw.dtype), "D": weight(H)}
+    leaves = {"u": draw.normal(B, S, sum(widths))}
+    leaves |= {"dt_bias": weight(H, around=-4.0), "b_bias": weight(H, R, N), "c_bias": weight(H, R, N)}
+    leaves |= {"b_norm_weight": weight(N).to(draw.dtype), "c_norm_weight": weight(N).to(draw.dtype), "D": weight(H)}
     if R > 1:
-        given |= {name: weight(H, R, P, around=1.0 if name == "mimo_z" else 1 / R) for name in MIX}
-    given["out_norm_weight"] = weight(H * P).to(draw.dtype)
-    inputs = Inputs(draw.leaves(**given), {"y": draw.normal(B, S, H, P)})
+        leaves |= {name: weight(H, R, P, around=1.0 if name == "mimo_z" else 1 / R) for name in MIX}
+    leaves["out_norm_weight"] = weight(H * P).to(draw.dtype)
+    inputs = Inputs(draw.leaves(**leaves), {"y": draw.normal(B, S, H, P)})
 
     def scan(fn: Call, inputs: Inputs) -> torch.Tensor:
         weights = dict(inputs.leaves)
@@ -80,7 +80,7 @@ def mamba3(options: Options) -> Problem:
     given_bytes, moved = (B * S * width * draw.itemsize for width in (sum(widths), sum(widths) + H * P))
     wider = SUMMED | (ONE_RANK if R == 1 else {})
     ours = list(Variant.candidates("mamba3", options, scan, head_dim=P, mimo_rank=R, state=N))
-    graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
+    graphs = [variant.captured() for variant in ours if variant.runs and variant.name == "triton"]
     truth = partial(ssm.mamba3, method="sequential", segment_size=256)  # which keeps few states
     variants = [_mamba_ssm(options, inputs), *ours, *graphs]
     works = Floor.pair(mamba_scan(B, S, H, sizes), moved, 2 * moved + given_bytes, options.dtype)
@@ -93,7 +93,7 @@ def _mamba_ssm(options: Options, inputs: Inputs) -> Variant:
     H, P, R, G, N = options.sizes("mamba_heads", "head_dim", "rank", "groups", "state")
     name = f"mamba-ssm {'MIMO' if R > 1 else 'SISO, 4 warps'}"
     if options.device != "cuda":
-        return Variant.missing(name, "no peer here: mamba-ssm runs on a GPU alone")
+        return Variant.missing(name, "no peer here: mamba-ssm runs only on a GPU")
     try:
         source = mamba3_source()
     except Exception as error:
@@ -106,8 +106,8 @@ def _mamba_ssm(options: Options, inputs: Inputs) -> Variant:
     )  # fmt: skip
     module.in_proj = module.out_proj = torch.nn.Identity()
     norm_weight = torch.empty_like(inputs.leaves["out_norm_weight"], requires_grad=True)
-    given = {leaf: module.get_parameter(theirs) for leaf, theirs in THEIRS.items() if leaf in inputs.leaves}
-    weights = inputs.copied_to(given | {"out_norm_weight": norm_weight})
+    parameters = {leaf: module.get_parameter(peer_name) for leaf, peer_name in THEIRS.items() if leaf in inputs.leaves}
+    weights = inputs.copied_to(parameters | {"out_norm_weight": norm_weight})
 
     def call(inputs: Inputs) -> torch.Tensor:
         by_head = module(inputs.leaves["u"]).view(inputs.cotangents["y"].shape)
@@ -151,9 +151,9 @@ def m2rnn(options: Options) -> Problem:
     reason, call = lacking(options.device, XMA_MODULE, "xma"), partial(recur, partial(rnn.m2rnn, recurrence=theirs))
     peer = Variant.of(XMA, PEER, call, limit=ROUNDED_STATE, absent=reason)
     ours = list(Variant.candidates("m2rnn", options, recur, key_dim=K, value_dim=V))
-    graphs = [one.captured() for one in ours if one.runs and one.name == "triton"]
-    values, given = (B * S * width * draw.itemsize for width in (H * V, sum(widths)))
-    variants = [peer, *sorted(ours, key=lambda one: one.name != YARDSTICK), *graphs]
-    works = Floor.pair(m2rnn_recurrence(B * S, H, K, V), given + values, 3 * given + 2 * values, options.dtype)
+    graphs = [variant.captured() for variant in ours if variant.runs and variant.name == "triton"]
+    v_bytes, u_bytes = (B * S * width * draw.itemsize for width in (H * V, sum(widths)))
+    variants = [peer, *sorted(ours, key=lambda variant: variant.name != YARDSTICK), *graphs]
+    works = Floor.pair(m2rnn_recurrence(B * S, H, K, V), u_bytes + v_bytes, 3 * u_bytes + 2 * v_bytes, options.dtype)
     truth = inputs.truth(partial(recur, partial(rnn.m2rnn, recurrence=rnn.m2rnn_sequential)))
     return Problem(inputs, variants, works, truth, M2RNN_LIMITS[options.dtype], yardstick=YARDSTICK)

@@ -1,4 +1,4 @@
-"""The configuration of NAM56R for transformers; this file is copied beside every exported checkpoint."""
+"""The configuration of NAM56R for transformers; this file is copied into every exported checkpoint."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class NAM56RConfig(PretrainedConfig):
                 f"pattern is {pattern!r} and attention_roles {attention_roles!r}; expected one of A E M R and one of - W F S . "
                 "for every layer"
             )
-        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        for name, value in given.items():
+        fields = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        for name, value in fields.items():
             setattr(self, name, value)
         self.num_hidden_layers = len(pattern)
         kwargs.setdefault("tie_word_embeddings", False)

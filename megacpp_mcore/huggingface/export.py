@@ -37,23 +37,23 @@ TOKENIZER = (
 def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None, shard_bytes: int) -> Path:
     """Write the weights of ``checkpoint``, of any layout in the format torch_dist, to the new ``folder``.
 
-    Needs the memory of one shard, and no GPU. The tensors keep their dtypes; rows that pad the vocabulary are left out. Returns
+    Needs memory for one shard, and no GPU. The tensors keep their dtypes; rows that pad the vocabulary are left out. Returns
     the checkpoint's folder of one iteration.
 
     Args:
-        checkpoint: the folder of ``--save``, for its latest checkpoint, or one iter_… in it.
-        tokenizer: a Hugging Face tokenizer's folder; None: that of bytes, where the model's vocabulary is.
-        shard_bytes: at most so many in a file, 1 or more, if a tensor is not larger.
+        checkpoint: the folder of ``--save``, for its latest checkpoint, or an iter_… folder in it.
+        tokenizer: a Hugging Face tokenizer's folder; None: the byte tokenizer, if the model's vocabulary is bytes.
+        shard_bytes: maximum size of a file, 1 or more, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: ``folder`` exists; the checkpoint is none, damaged, or of another model; the tokenizer is not in its
+        CheckpointError: ``folder`` exists; the checkpoint is missing, damaged, or of another model; the tokenizer is not in its
             folder; safetensors is not installed. Nothing is left behind.
     """
     library = safetensors()
     source = newest_iteration(checkpoint)
-    if found := damages(source):
+    if problems := damages(source):
         raise CheckpointError(
-            f"{source} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
+            f"{source} is damaged: {'; '.join(problems)}; restore it from a copy, or name another iteration"
         )
     reader = _Reader(source)
     wanted = list(tensors(model))
@@ -67,10 +67,10 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
         digests: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            entries = {one.key: stored[one.key] for one in shard}
+            entries = {tensor.key: stored[tensor.key] for tensor in shard}
             state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in entries.items()}
             load(state, storage_reader=reader, no_dist=True)
-            values = {one.name: state[one.key][: one.shape[0]].contiguous() for one in shard}
+            values = {tensor.name: state[tensor.key][: tensor.shape[0]].contiguous() for tensor in shard}
             size += sum(value.nbytes for value in values.values())
             library.save_file(values, str(unfinished / name), metadata={"format": "pt"})
             (unfinished / name).chmod(0o644)
@@ -113,10 +113,10 @@ def _check(folder: Path, model: Model, wanted: Sequence[Tensor], stored: Mapping
         )
     keys = {tensor.key for tensor in wanted}
     prefixes = ("decoder.", "embedding.", "output_layer.", "mtp.")
-    more = [
+    extra = [
         key for key, entry in stored.items() if key.startswith(prefixes) and isinstance(entry, TensorStorageMetadata)
     ]
-    wrong = [f"{key} is missing" for key in keys - stored.keys()] + [f"{key} is not its" for key in set(more) - keys]
+    wrong = [f"{key} is missing" for key in keys - stored.keys()] + [f"{key} is not its" for key in set(extra) - keys]
     for tensor in wanted:
         if (entry := stored.get(tensor.key)) is None:
             continue
@@ -136,8 +136,8 @@ def _check(folder: Path, model: Model, wanted: Sequence[Tensor], stored: Mapping
 
 
 def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a run whose model differs from ``model`` in what no tensor shows."""
-    found = dict(common.get("content_metadata", {}).get(layout.MODEL_KEY, {}))
+    """Refuse a checkpoint of a run whose model differs from ``model`` in settings that no tensor shows."""
+    saved = dict(common.get("content_metadata", {}).get(layout.MODEL_KEY, {}))
     expected = layout.recorded(model)
     arguments = common.get("args")
     # Until the first step.
@@ -147,10 +147,10 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
         if argument not in of_gpt:  # HybridModel's pattern sets it, in no argument
             continue
         if hasattr(arguments, argument.field) and argument.field not in unset:
-            found[argument.field], expected[argument.field] = getattr(arguments, argument.field), argument.expected
+            saved[argument.field], expected[argument.field] = getattr(arguments, argument.field), argument.expected
     wrong = [
         f"{name} is {value!r}, expected {expected.get(name)!r}"
-        for name, value in found.items()
+        for name, value in saved.items()
         if not lowering.same(value, expected.get(name))
     ]
     wrong += [] if text is None else hybrid.contradictions(model, text)
@@ -161,27 +161,27 @@ def _check_trained(folder: Path, model: Model, common: Mapping[str, Any]) -> Non
         )
 
 
-def _shards(wanted: Sequence[Tensor], stored: Mapping[str, Any], most: int) -> Iterator[list[Tensor]]:
-    """Cut the tensors into runs of at most ``most`` bytes."""
+def _shards(wanted: Sequence[Tensor], stored: Mapping[str, Any], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Split the tensors into shards of at most ``max_bytes``."""
     shard: list[Tensor] = []
     size = 0
     for tensor in wanted:
         entry = stored[tensor.key]
-        own = entry.size.numel() * entry.properties.dtype.itemsize
-        if shard and size + own > most:
+        tensor_bytes = entry.size.numel() * entry.properties.dtype.itemsize
+        if shard and size + tensor_bytes > max_bytes:
             yield shard
             shard, size = [], 0
         shard.append(tensor)
-        size += own
+        size += tensor_bytes
     yield shard
 
 
 def tokenizer_files(model: Model, folder: Path | None) -> dict[str, str]:
-    """Return a tokenizer's files by name: those in ``folder``, or of bytes.
+    """Return a tokenizer's files by name: those in ``folder``, or the byte tokenizer's.
 
     Raises:
         CheckpointError: the folder has no tokenizer.json, or one that does not fit the model; or none is named, and the
-            model's tokens are no bytes.
+            model's tokens are not bytes.
     """
     if folder is None:
         if model.vocab_size != BYTE_VOCAB_SIZE:
@@ -250,15 +250,15 @@ def _ids(files: Mapping[str, str], where: str) -> dict[str, int]:
 
 
 def _special_ids(files: Mapping[str, str]) -> dict[str, int]:
-    """Return the ids of the tokens that generation has to know."""
+    """Return the ids of the special tokens that generation needs."""
     config, ids = json.loads(files.get("tokenizer_config.json", "{}")), _ids(files, "the tokenizer")
-    found = {}
+    special_ids = {}
     for name in ("bos", "eos", "pad"):
         token = config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token in ids:
-            found[f"{name}_token_id"] = ids[token]
-    return found
+            special_ids[f"{name}_token_id"] = ids[token]
+    return special_ids
 
 
 def _card(model: Model, source: Path, has_receipt: bool) -> str:
@@ -295,7 +295,7 @@ def safetensors() -> Any:
         CheckpointError: it is not installed.
     """
     try:
-        import safetensors.torch as found
+        import safetensors.torch as library
     except ImportError:
         raise CheckpointError("safetensors is not installed; pip install 'megacpp-mcore[huggingface]'") from None
-    return found
+    return library

@@ -25,17 +25,17 @@ from megacpp_mcore.settings import VARIABLE, from_environment
 from megacpp_mcore.util.files import sha256_of
 
 _EXTRA = "{}_extra_state/shard_{}_{}"
-"""Megatron's name of the extra state of a linear layer, of its prefix, and of one expert among many."""
+"""Megatron's name of a linear layer's extra state: its prefix, and the expert's number among how many."""
 
 
 def load(folder: Path, checkpoint: Path, model: Model) -> Path:
-    """Write the weights in ``folder`` to ``checkpoint``, for ``--load`` and ``--finetune``: a run then begins at step 0.
+    """Write the weights in ``folder`` to ``checkpoint``, for ``--load`` and ``--finetune``: a run then starts at step 0.
 
-    ``folder`` is what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote, of ``model``. Returns the
+    ``folder`` is what :func:`megacpp_mcore.huggingface.export.export` or ``save_pretrained`` wrote for ``model``. Returns the
     folder of the release in ``checkpoint``.
 
     Raises:
-        CheckpointError: ``folder`` is incomplete, damaged, cannot be read or is of another model; ``checkpoint`` exists;
+        CheckpointError: ``folder`` is incomplete, damaged, unreadable or of another model; ``checkpoint`` exists;
             safetensors is not installed. Nothing is left behind.
     """
     _check_configuration(_json(folder / "config.json"), str(folder / "config.json"), model)
@@ -44,9 +44,9 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     for tensor in tensors(model):
         value = values.pop(tensor.name, None)
         if value is None or tuple(value.shape) != tensor.shape or not value.is_floating_point():
-            found = "is missing" if value is None else f"is {value.dtype} {list(value.shape)}"
+            problem = "is missing" if value is None else f"is {value.dtype} {list(value.shape)}"
             raise CheckpointError(
-                f"{folder}: {tensor.name} {found}, expected floats {list(tensor.shape)}; export it again"
+                f"{folder}: {tensor.name} {problem}, expected floats {list(tensor.shape)}; export it again"
             )
         state[tensor.key] = value
         if tensor.linear:
@@ -55,15 +55,15 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
     if values:
         raise CheckpointError(f"{folder} has tensors that {model.name} has not: {', '.join(sorted(values)[:3])}")
     content = {KEY: LAYOUT, MODEL_KEY: recorded(model)}
-    of_run = {
+    run_fields = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "world_size": 1,
         "ckpt_format": "torch_dist",
     }
-    fields = {one.field: one.expected for one in lowering.model_arguments(model)}
+    fields = {argument.field: argument.expected for argument in lowering.model_arguments(model)}
     sizes = {"vocab_size": model.vocab_size, "num_experts": fields.get("num_moe_experts")}
-    arguments = Namespace(**fields | of_run | sizes, spec=[*lowering.spec_of(model.name)])
+    arguments = Namespace(**fields | run_fields | sizes, spec=[*lowering.spec_of(model.name)])
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
     with new_folder(checkpoint) as unfinished:
         target = unfinished / RELEASE
@@ -79,10 +79,10 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
 
 
 def model_of(found: Mapping[str, Any], where: str) -> Model:
-    """Return the model of ``MEGACPP_CONFIG``, or the preset, that the configuration ``found`` is of.
+    """Return the model of ``MEGACPP_CONFIG``, or the preset, that matches the configuration ``found``.
 
     Raises:
-        CheckpointError: none is.
+        CheckpointError: none matches.
     """
     settings = from_environment()
     refused = ""
@@ -99,47 +99,47 @@ def model_of(found: Mapping[str, Any], where: str) -> Model:
 def _check_configuration(found: Mapping[str, Any], where: str, model: Model) -> None:
     for name, value in {**PLAIN, **configuration(model)}.items():
         if name in ("architectures", "auto_map", "mtp_depth", "max_position_embeddings"):
-            continue  # of the code, or without a tensor or a figure of its own
-        if (has := found.get(name, PLAIN.get(name))) != value:
+            continue  # set by the code, or without a tensor or a size of its own
+        if (stored := found.get(name, PLAIN.get(name))) != value:
             raise CheckpointError(
-                f"{where}: {name} is {has!r}, and {value!r} in {model.name}; name the model "
+                f"{where}: {name} is {stored!r}, and {value!r} in {model.name}; name the model "
                 "that was exported, by MEGACPP_CONFIG if not a preset"
             )
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors, mapped from their files, which are compared with the digests in the index, if it has any."""
+    """Return all tensors, mapped from their files, which are checked against the digests in the index, if it has any."""
     library = safetensors()
     index = folder / INDEX
-    is_one = (
+    is_single_file = (
         folder / "model.safetensors"
-    ).is_file()  # which transformers takes first, and leaves an older index beside
-    content = _json(index) if index.is_file() and not is_one else {}
+    ).is_file()  # transformers reads it first, and leaves an older index next to it
+    content = _json(index) if index.is_file() and not is_single_file else {}
     places, digests = content.get("weight_map"), content.get(DIGESTS, {})
     plain = isinstance(places, dict) and all(
         isinstance(name, str) and Path(name).name == name for name in places.values()
     )
-    if index.is_file() and not is_one and not (places and plain and isinstance(digests, dict)):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files beside it; export it again")
+    if index.is_file() and not is_single_file and not (places and plain and isinstance(digests, dict)):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files next to it; export it again")
     names = sorted(set(places.values())) if places else ["model.safetensors"]
     values: dict[str, torch.Tensor] = {}
     for name in names:
         path = folder / name
         try:
             values |= library.load_file(str(path))
-            is_whole = not digests or sha256_of(path) == digests.get(name)
+            is_intact = not digests or sha256_of(path) == digests.get(name)
         except FileNotFoundError:
             which = path if places else f"{path}, or {INDEX} and the files in it,"
             raise CheckpointError(f"{which} is missing; the export is incomplete, export it again") from None
         except Exception as error:  # a damaged header can raise anything
             raise CheckpointError(f"{path} cannot be read ({error}); export it again") from error
-        if not is_whole:
+        if not is_intact:
             raise CheckpointError(
                 f"{path} is not what was exported, by the SHA-256 in {INDEX}; restore it from a copy, or export it again"
             )
-    if places and (lost := sorted(places.keys() - values.keys())):
+    if places and (missing := sorted(places.keys() - values.keys())):
         raise CheckpointError(
-            f"{folder / places[lost[0]]} has no {lost[0]}, which {INDEX} says it has; export it again"
+            f"{folder / places[missing[0]]} has no {missing[0]}, which {INDEX} says it has; export it again"
         )
     return values
 

@@ -1,6 +1,6 @@
 """NAM56R for transformers, in plain PyTorch: latent attention, full or sparse (A), Mamba-3 (M), experts (E) and M²RNN (R).
 
-This file is copied beside every exported checkpoint and needs torch and transformers only. Where megacpp-mcore is installed,
+This file is copied into every exported checkpoint and needs only torch and transformers. Where megacpp-mcore is installed,
 its kernels run Mamba-3 and M²RNN on a GPU (``config.kernels``).
 
 Legend: B batch, S rows of this call, T rows so far, D hidden, H heads, C content and R rotary width of queries and keys,
@@ -329,8 +329,8 @@ def _turned(x_BSRHN: Tensor, theta_BSHA: Tensor, half: bool) -> Tensor:
     planes, middle = theta_BSHA.shape[-1], x_BSRHN.shape[-1] // 2
     if half:
         first, second = x_BSRHN[..., :planes], x_BSRHN[..., middle : middle + planes]
-        one, two = first * cos - second * sin, first * sin + second * cos
-        return torch.cat([one, x_BSRHN[..., planes:middle], two, x_BSRHN[..., middle + planes :]], dim=-1)
+        x1, x2 = first * cos - second * sin, first * sin + second * cos
+        return torch.cat([x1, x_BSRHN[..., planes:middle], x2, x_BSRHN[..., middle + planes :]], dim=-1)
     first, second = x_BSRHN[..., : 2 * planes].unflatten(-1, (planes, 2)).unbind(-1)
     both = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
     return torch.cat([both, x_BSRHN[..., 2 * planes :]], dim=-1)
@@ -350,7 +350,7 @@ def _scan(
         return padded.unflatten(1, (-1, chunk)).transpose(0, 1)
 
     state = v_BSRHP.new_zeros(batch, heads, width, states) if state_BHPN is None else state_BHPN
-    found = []
+    outputs = []
     strictly = torch.ones(chunk, chunk, dtype=torch.bool, device=v_BSRHP.device).tril(-1)
     chunks = map(cut, (v_BSRHP, b_BSRHN, c_BSRHN, decay_BSH, own_BSH, later_BSH))
     for v, b, c, decay, own, later in zip(*chunks, strict=True):
@@ -362,11 +362,11 @@ def _scan(
         score = torch.einsum("blrhn,bmqhn->bhlrmq", c, b) * weight[:, :, :, None, :, None]
         y = torch.einsum("bhlrmq,bmqhp->blrhp", score, v)
         since = torch.exp(decay_BHL.cumsum(-1)).transpose(1, 2)
-        found.append(y + torch.einsum("blrhn,bhpn->blrhp", c, state) * since[:, :, None, :, None])
+        outputs.append(y + torch.einsum("blrhn,bhpn->blrhp", c, state) * since[:, :, None, :, None])
         to_end = (torch.exp(sums_BHLM[:, :, -1]) * later.transpose(1, 2)).transpose(1, 2)
         added = torch.einsum("blrhp,blrhn->bhpn", v * to_end[:, :, None, :, None], b)
         state = state * torch.exp(decay_BHL.sum(-1))[..., None, None] + added
-    return torch.cat(found, dim=1)[:, :rows], state
+    return torch.cat(outputs, dim=1)[:, :rows], state
 
 
 class NAM56RMamba3(nn.Module):
@@ -404,8 +404,8 @@ class NAM56RMamba3(nn.Module):
         kept = None if step.cache is None else step.cache.layers[self.layer]
         names = ("h", "b", "x", "theta")
         by_head = ("b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o")
-        weights = dict.fromkeys((*by_head[2:], "out_norm_weight")) | {one: getattr(self, one) for one in self.weights}
-        weights |= {one: weights[one].view(self.heads, self.rank, -1) for one in by_head if weights[one] is not None}
+        weights = dict.fromkeys((*by_head[2:], "out_norm_weight")) | {key: getattr(self, key) for key in self.weights}
+        weights |= {key: weights[key].view(self.heads, self.rank, -1) for key in by_head if weights[key] is not None}
         run, as_state = kernel("mamba3", mamba3, hidden, self.config)
         out, left = run(
             x, z, b, c, parts["dt"], parts["A"], parts["trap"], parts["angles"],
@@ -483,7 +483,7 @@ class NAM56RRecurrent(nn.Module):
             parts |= {name: parts[name] * step.real for name in "qkv"}
         parts = {name: part.transpose(0, 1) for name, part in parts.items()}
         v, g = (parts[name].unflatten(-1, (self.heads, self.width)) for name in "vg")
-        weights = {one: getattr(self, one) for one in self.weights}
+        weights = {key: getattr(self, key) for key in self.weights}
         weights["W"] = self.W.view(self.heads, self.width, self.width)
         kept = None if step.cache is None else step.cache.layers[self.layer]
         run, as_state = kernel("m2rnn", m2rnn, hidden, self.config) if step.real is None else (m2rnn, tuple)
@@ -654,10 +654,10 @@ class NAM56RModel(NAM56RPreTrainedModel):
             cache.rows += hidden.shape[1]
         hidden = self.norm(hidden)
         keeps = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        found = BaseModelOutputWithPast(
+        output = BaseModelOutputWithPast(
             last_hidden_state=hidden, past_key_values=cache, hidden_states=(*entered, hidden) if keeps else None
         )
-        return found.to_tuple() if return_dict is False else found
+        return output.to_tuple() if return_dict is False else output
 
 
 class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
@@ -681,17 +681,17 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
         Args:
             labels: ``[B, S]``, the tokens themselves, -100 where no loss is wanted; the loss is of the next token.
         """
-        found = self.model(
+        outputs = self.model(
             input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, position_ids, output_hidden_states,
             output_attentions,
         )  # fmt: skip
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(found.last_hidden_state[:, rows])
+        logits = self.lm_head(outputs.last_hidden_state[:, rows])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        made = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
-        return made.to_tuple() if return_dict is False else made
+        return result.to_tuple() if return_dict is False else result
 
     def speculate(
         self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
@@ -720,11 +720,11 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
         cache, depths = NAM56RCache(layers), [NAM56RCache(layers + 1) for _ in range(drafts)]
         hidden = self.model.embed_tokens(guess)  # of rows that the depths have not, or have of drafts
         while True:
-            start, known, before = cache.rows, ids.shape[1], [dict(kept) for kept in cache.layers]
-            found = self.model(torch.cat([ids, guess], dim=1)[:, start:], past_key_values=cache).last_hidden_state
+            start, length, before = cache.rows, ids.shape[1], [dict(kept) for kept in cache.layers]
+            states = self.model(torch.cat([ids, guess], dim=1)[:, start:], past_key_values=cache).last_hidden_state
             counts["calls"] += 1
             counts["drafted"] += guess.shape[1]
-            for place, score in enumerate(self.lm_head(found[:, known - 1 - start :]).unbind(1)):
+            for place, score in enumerate(self.lm_head(states[:, length - 1 - start :]).unbind(1)):
                 token = logits_processor(ids, score.float()).argmax(-1, keepdim=True)
                 ids, is_right = torch.cat([ids, token], dim=1), token.equal(guess[:, place : place + 1])
                 counts["accepted"] += is_right
@@ -735,7 +735,7 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
             if place < guess.shape[1]:
                 cache.layers, cache.rows = before, start
             first, guess = depths[0].rows, ids[:, :0]
-            hidden = torch.cat([hidden, found[:, first + hidden.shape[1] - start : ids.shape[1] - 1 - start]], dim=1)
+            hidden = torch.cat([hidden, states[:, first + hidden.shape[1] - start : ids.shape[1] - 1 - start]], dim=1)
             if ids.shape[1] - cache.rows > LONGEST_REPEAT:
                 continue
             rows, tokens = hidden, ids

@@ -12,7 +12,7 @@ from megacpp_mcore.model import Model
 from megacpp_mcore.model.pattern import FULL_ATTENTION, FULL_INDEX, WINDOWED
 
 PLAIN: Mapping[str, Any] = MappingProxyType({"rotary_scaling_factor": 1.0, "mtp_attention": FULL_ATTENTION})
-"""What a configuration without these says."""
+"""Values of fields that a configuration leaves out."""
 
 
 class Tensor(NamedTuple):
@@ -20,7 +20,7 @@ class Tensor(NamedTuple):
 
     Attributes:
         rows_may_follow: whether Megatron's has further rows, which pad the vocabulary.
-        linear: whether it is the weight of one of Megatron's linear layers, which save an extra state beside it.
+        linear: whether it is the weight of one of Megatron's linear layers, which also save an extra state.
     """
 
     key: str
@@ -31,10 +31,10 @@ class Tensor(NamedTuple):
 
 
 def tensors(model: Model) -> Iterator[Tensor]:
-    """Return every tensor of ``model``, in the order of its layers.
+    """Yield every tensor of ``model``, in the order of its layers.
 
     Raises:
-        ModelError: it has layers that no export has.
+        ModelError: it has layers that exports do not support.
     """
     if others := sorted(set(model.layers) - _MIXERS.keys()):
         raise ModelError(
@@ -48,8 +48,8 @@ def tensors(model: Model) -> Iterator[Tensor]:
         norm = "pre_mlp_layernorm" if letter == "E" else "input_layernorm"
         yield Tensor(f"{old}{norm}.weight", f"{new}norm.weight", (hidden,))
         inner = "mlp." if letter == "E" else "self_attention."
-        for found in _MIXERS[letter](model, role):
-            yield found._replace(key=f"{old}{inner}{found.key}", name=f"{new}mixer.{found.name}")
+        for tensor in _MIXERS[letter](model, role):
+            yield tensor._replace(key=f"{old}{inner}{tensor.key}", name=f"{new}mixer.{tensor.name}")
     yield Tensor("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
     yield Tensor("output_layer.weight", "lm_head.weight", head, rows_may_follow=True)
     if model.mtp.depth:
@@ -142,11 +142,11 @@ def _experts(model: Model, _: str | None) -> Iterator[Tensor]:
     yield Tensor("router.expert_bias", "e_score_correction_bias", (moe.experts,))
     widths = (moe.experts, moe.ffn_hidden_size, hidden), (moe.experts, hidden, moe.ffn_hidden_size)
     shared = (moe.shared_ffn_hidden_size, hidden), (hidden, moe.shared_ffn_hidden_size)
-    for old, new, stacked, one in zip(
+    for old, new, stacked, shared_shape in zip(
         ("linear_fc1", "linear_fc2"), ("up_proj", "down_proj"), widths, shared, strict=True
     ):
         yield Tensor(f"experts.experts.{old}.weight", new, stacked, linear=True)
-        yield Tensor(f"shared_experts.{old}.weight", f"shared_experts.{new}.weight", one, linear=True)
+        yield Tensor(f"shared_experts.{old}.weight", f"shared_experts.{new}.weight", shared_shape, linear=True)
 
 
 def _mamba(model: Model, _: str | None) -> Iterator[Tensor]:
@@ -200,9 +200,9 @@ def _prediction(model: Model) -> Iterator[Tensor]:
     mlp = f"{old}transformer_layer.mlp.linear_fc"
     yield Tensor(f"{mlp}1.weight", f"{new}mlp.up_proj.weight", (width, hidden), linear=True)
     yield Tensor(f"{mlp}2.weight", f"{new}mlp.down_proj.weight", (hidden, width), linear=True)
-    for found in _attention(model, None):
-        key = f"{old}transformer_layer.self_attention.{found.key}"
-        yield found._replace(key=key, name=f"{new}attention.{found.name}")
+    for tensor in _attention(model, None):
+        key = f"{old}transformer_layer.self_attention.{tensor.key}"
+        yield tensor._replace(key=key, name=f"{new}attention.{tensor.name}")
 
 
 _MIXERS = {"A": _attention, "E": _experts, "M": _mamba, "R": _recurrent}

@@ -1,11 +1,11 @@
-"""Writes a corpus of C and C++: sources of source distributions of pinned versions, without doubles, split by project.
+"""Writes a corpus of C and C++: sources of source distributions of pinned versions, deduplicated, split by project.
 
     pip install pypi-simple
     python -m experiments.code_corpus build/code
 
 ``code_corpus.csv`` names the projects, their files with digests, and whether they are held out. Makes ``train.jsonl`` and
-``heldout.jsonl`` (``text`` and ``path``) in the folder; what was downloaded stays in ``sdists`` there. A held-out file that
-stands in a training project as well is left out.
+``heldout.jsonl`` (``text`` and ``path``) in the folder; downloads stay in ``sdists`` there. A held-out file that is also in
+a training project is left out.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ def fetch(row: dict[str, str], folder: Path) -> Path:
         from pypi_simple import PyPISimple
 
         with PyPISimple() as client:
-            found: Sequence[Any] = client.get_project_page(row["project"]).packages
-            chosen = [one for one in found if one.filename == row["file"]]
+            packages: Sequence[Any] = client.get_project_page(row["project"]).packages
+            chosen = [package for package in packages if package.filename == row["file"]]
             if not chosen:
                 raise DataError(
-                    f"the index has no {row['file']}; expected it among the {len(found)} files of {row['project']}"
+                    f"the index has no {row['file']}; expected it among the {len(packages)} files of {row['project']}"
                 )
             client.download_package(chosen[0], path)
     if (digest := sha256_of(path)) != row["sha256"]:
-        raise DataError(f"{path} has SHA-256 {digest}, expected {row['sha256']}; remove it, and it is downloaded again")
+        raise DataError(f"{path} has SHA-256 {digest}, expected {row['sha256']}; remove it to download it again")
     return path
 
 
 def sources(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Return name and content of each C or C++ file of an archive, in its order."""
+    """Yield name and content of each C or C++ file of an archive, in its order."""
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
-            for one in archive.infolist():
-                if one.filename.lower().endswith(SUFFIXES):
-                    yield one.filename, archive.read(one)
+            for info in archive.infolist():
+                if info.filename.lower().endswith(SUFFIXES):
+                    yield info.filename, archive.read(info)
         return
     with tarfile.open(path) as archive:
         for member in archive:
@@ -69,7 +69,7 @@ def sources(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def build(rows: Sequence[dict[str, str]], folder: Path) -> dict[str, dict[str, int]]:
-    """Write the two parts, and return files and bytes of each, and of what was left out and why."""
+    """Write the two parts; return the number of files and bytes of each, and of those left out by reason."""
     (folder / "sdists").mkdir(parents=True, exist_ok=True)
     seen: set[bytes] = set()
     count: dict[str, dict[str, int]] = {}
@@ -77,18 +77,18 @@ def build(rows: Sequence[dict[str, str]], folder: Path) -> dict[str, dict[str, i
         with (folder / f"{part}.jsonl").open("w", encoding="utf-8") as output:
             for row in (row for row in rows if row["part"] == part):
                 for name, content in sources(fetch(row, folder / "sdists")):
-                    what, text = part, content.decode("utf-8", errors="replace")
+                    category, text = part, content.decode("utf-8", errors="replace")
                     key = hashlib.sha256(b"".join(content.split())).digest()
                     if len(content) > LARGEST:
-                        what = "too large"
+                        category = "too large"
                     elif "\ufffd" in text or "\0" in text:
-                        what = "no UTF-8"
+                        category = "no UTF-8"
                     elif key in seen:
-                        what = "seen before"
+                        category = "seen before"
                     else:
                         output.write(json.dumps({"text": text, "path": name}) + "\n")
                         seen.add(key)
-                    total = count.setdefault(what, {"files": 0, "bytes": 0})
+                    total = count.setdefault(category, {"files": 0, "bytes": 0})
                     total["files"] += 1
                     total["bytes"] += len(content)
     return count
@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     with MANIFEST.open(newline="") as file:
         count = build(list(csv.DictReader(file)), parser.parse_args().folder)
-    for what, total in count.items():
-        print(f"{what:12} {total['files']:7} files  {total['bytes'] / 1e6:8.1f} MB")
+    for category, total in count.items():
+        print(f"{category:12} {total['files']:7} files  {total['bytes'] / 1e6:8.1f} MB")
 
 
 if __name__ == "__main__":

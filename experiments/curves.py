@@ -1,10 +1,10 @@
-"""Draw the losses of an experiment's arms by tokens and by seconds, from the table of ``experiments.train --curves``.
+"""Plot the losses of an experiment's arms by tokens and by seconds, from the table of ``experiments.train --curves``.
 
     cd experiments/results
     python -m experiments.curves twins_curves_h200.csv twins.svg --rows twins_h200.csv
 
-A line is the mean of an arm's seeds; the area around it ends at their extremes. With ``--rows``, the table of the runs, seconds
-are those of the arm's fastest run, at its median step: where runs shared a card, their own clocks are of both.
+A line is the mean of an arm's seeds; the area around it spans their extremes. With ``--rows``, the table of the runs, seconds
+are those of the arm's fastest run, at its median step: where runs shared a card, their own clocks include each other's work.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if args.rows:
         with args.rows.open(newline="", encoding="utf-8") as file:
-            found = list(csv.DictReader(file))
+            runs = list(csv.DictReader(file))
         for arm, by_step in points.items():
-            times = [float(row["step_ms"]) for row in found if row["arm"] == arm and row["step_ms"]]
+            times = [float(row["step_ms"]) for row in runs if row["arm"] == arm and row["step_ms"]]
             if not times:
                 parser.error(f"{args.rows} has no step_ms of {arm}; expected the table of the same runs")
             for step, rows in by_step.items():
@@ -57,22 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def figure_of(panels: int, plot: Path, *, salt: str, **shared: Any) -> Iterator[Sequence[Any]]:
-    """Give axes side by side to draw on, and write them to ``plot``, the same bytes for the same drawing."""
+    """Yield axes side by side to draw on, then write them to ``plot``, with the same bytes for the same drawing."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
-        found = figure.subplots(1, panels, **shared)
-        for axes in found:
+        subplots = figure.subplots(1, panels, **shared)
+        for axes in subplots:
             axes.grid(linewidth=0.4, alpha=0.5)
             axes.spines[["top", "right"]].set_visible(False)
-        yield found
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    plot.write_text(
-        re.sub(r"(\d\.\d\d)\d+", r"\1", drawn.getvalue()), encoding="utf-8"
-    )  # hundredths of a point suffice
+        yield subplots
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    plot.write_text(re.sub(r"(\d\.\d\d)\d+", r"\1", svg.getvalue()), encoding="utf-8")  # hundredths of a point suffice
 
 
 def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None:
@@ -82,8 +80,8 @@ def draw(points: dict[str, dict[int, list[dict[str, str]]]], plot: Path) -> None
             for arm, by_step in points.items():
                 at = [statistics.fmean(float(row[column]) for row in rows) / per for rows in by_step.values()]
                 losses = [[float(row["loss"]) for row in rows] for rows in by_step.values()]
-                (line,) = axes.plot(at, [statistics.fmean(each) for each in losses], linewidth=1.4, label=arm)
-                lowest, highest = ([end(each) for each in losses] for end in (min, max))
+                (line,) = axes.plot(at, [statistics.fmean(seeds) for seeds in losses], linewidth=1.4, label=arm)
+                lowest, highest = ([end(seeds) for seeds in losses] for end in (min, max))
                 axes.fill_between(at, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
             axes.set_xlabel(label)
         panels[0].set_ylabel("training loss, nats a token")

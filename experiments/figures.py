@@ -2,8 +2,8 @@
 
     python -m experiments.figures
 
-A table stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; :data:`TABLES` says which rows its cells are.
-A figure without a row cannot be written, and a test fails for a page whose tables are not those of the rows.
+A table goes between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; :data:`TABLES` maps its cells to rows.
+A figure without a row cannot be written, and a test fails if a page's tables differ from the rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TWINS = {
     "mla moe": ("stock GPTModel, MLA and experts", 286_870_272),
     "mamba2 moe": ("stock HybridModel, Mamba-2, attention and experts", 293_679_824),
 }
-"""By arm of it, what it is and its parameters, as Megatron counts them."""
+"""For each arm of that file, the model and its parameters, as Megatron counts them."""
 
 Row = Mapping[str, str]
 Line = Sequence[str]
@@ -47,7 +47,7 @@ def rows(file: str) -> tuple[Row, ...]:
 
 
 def select(file: str, shape: str = "", **values: str) -> list[Row]:
-    """Select the rows of a file that have these values and the words of ``shape``, in the file's order."""
+    """Return the rows of a file with these values and the words of ``shape``, in the file's order."""
 
     def fits(row: Row) -> bool:
         words = set(shape.split()) <= set(row.get("shape", "").split())
@@ -57,11 +57,11 @@ def select(file: str, shape: str = "", **values: str) -> list[Row]:
 
 
 def one(file: str, shape: str = "", **values: str) -> Row:
-    """Select a single row."""
-    found = select(file, shape, **values)
-    if len(found) != 1:
-        raise LookupError(f"{file}.csv has {len(found)} rows with {values} {shape}; expected one")
-    return found[0]
+    """Return the single row that matches."""
+    matches = select(file, shape, **values)
+    if len(matches) != 1:
+        raise LookupError(f"{file}.csv has {len(matches)} rows with {values} {shape}; expected one")
+    return matches[0]
 
 
 def number(value: float | str, per: float = 1.0) -> str:
@@ -73,18 +73,18 @@ def number(value: float | str, per: float = 1.0) -> str:
 
 
 def op(benchmark: str, variant: str, words: str = "", work: str = BOTH, *, file: str = "bench_h200") -> Row:
-    """Select the row of a variant of a benchmark, of 8192 tokens on an H200."""
+    """Return the row of a benchmark's variant, with 8192 tokens on an H200."""
     rows = "B=1 S=8192" if benchmark == "mla_packed" else "B=2 S=4096"
     return one(file, f"{rows} {words}", benchmark=benchmark, variant=variant, work=work)
 
 
 def gigabytes(row: Row) -> str:
-    """Memory that was allocated at the peak."""
+    """Format a row's peak allocated memory."""
     return number(float(row.get("peak_bytes") or float(row["max_allocated_mib"]) * 2**20), 1e9)
 
 
 def ops() -> Iterator[Line]:
-    """Ops and the E layer and stock or the best peer."""
+    """Ops and the E layer compared with stock or the best peer."""
     e_layer = next(row["variant"] for row in rows("bench_h200") if row["variant"].startswith("ours (experts"))
     te, unfused, fused = "Transformer Engine", "Megatron, unfused", "Megatron, fused"
     experts = "Megatron, Transformer Engine"
@@ -105,20 +105,20 @@ def ops() -> Iterator[Line]:
          "known weights, main_grad", "", BOTH),
     )  # fmt: skip
     yield "", "stock or best peer", "ms", "GB", "here, ms", "here, GB", "plain PyTorch, ms"
-    for what, peer, benchmark, theirs, ours, words, work in table:
-        best = op(benchmark, theirs, words, work) if theirs else None
+    for label, peer, benchmark, peer_variant, ours, words, work in table:
+        best = op(benchmark, peer_variant, words, work) if peer_variant else None
         run = FLASH4 if ours == "flash4" else "bench_h200"
         here = op(benchmark, ours, words, work, file=run)
         plain = number(op(benchmark, "reference", words, work, file=run)["ms"]) if benchmark != "layer_e" else ""
-        of_peer = (number(best["ms"]), gigabytes(best)) if best else ("", "")
-        yield what, peer, *of_peer, f"**{number(here['ms'])}**", gigabytes(here), plain
+        peer_cells = (number(best["ms"]), gigabytes(best)) if best else ("", "")
+        yield label, peer, *peer_cells, f"**{number(here['ms'])}**", gigabytes(here), plain
 
 
 def models() -> Iterator[Line]:
     """Whole models as their recipes train them, on the slowest and the fastest machine that was measured."""
     graphs = {"nam56r_quarter": ("graphs", "our norms")}
     yield "", "tokens/s, slowest machine", "tokens/s, fastest", "MFU %, slowest", "MFU %, fastest", "GB a GPU"
-    for what, model, files, arms in (
+    for label, model, files, arms in (
         ("`nam56r` on one H200", "nam56r", ("gpus_h200", "nam56r_h200"), ("micro-batch 2", "bf16")),
         ("the same, micro-batches of four", "nam56r", ("nam56r_h200",), ("micro-batch 4",)),
         (
@@ -142,17 +142,17 @@ def models() -> Iterator[Line]:
         ("`nam56r_quarter` on one H200", "nam56r_quarter", ("quarter_h200",), graphs["nam56r_quarter"]),
         ("one H100", "nam56r_quarter", ("quarter_h100",), ("graphs",)),
     ):
-        found = [row for file in files for arm in arms for row in select(file, arm=arm, model=model)]
-        found.sort(key=lambda row: int(row["tokens_per_s"]))
-        ends = (found[0], found[-1])
+        runs = [row for file in files for arm in arms for row in select(file, arm=arm, model=model)]
+        runs.sort(key=lambda row: int(row["tokens_per_s"]))
+        ends = (runs[0], runs[-1])
         mfu = [number(float(row["mfu"]) * 100) if row["mfu"] else "" for row in ends]
-        yield what, *(number(row["tokens_per_s"]) for row in ends), *mfu, max(map(gigabytes, found), key=float)
+        yield label, *(number(row["tokens_per_s"]) for row in ends), *mfu, max(map(gigabytes, runs), key=float)
 
 
 def layouts() -> Iterator[Line]:
     """Layouts of the 52 layers."""
     yield "layout", "GPUs", "micro-batches of", "CUDA graphs", "ms a step", "tokens/s a GPU", "GB a GPU", "commit"
-    for what, gpus, arm, commit, micro, graphs in (
+    for label, gpus, arm, commit, micro, graphs in (
         ("one GPU", 1, "micro-batch 2", "cbb992c", 2, "yes"),
         ("replicas", 2, "two micro-batch 2", "b8e159e", 2, "yes"),
         ("replicas", 4, "four micro-batch 2", "cbb992c", 2, "yes"),
@@ -168,19 +168,19 @@ def layouts() -> Iterator[Line]:
     ):
         row = one("gpus_h200", arm=arm, commit=commit)
         speed = number(row["step_ms"]), number(row["tokens_per_s"], gpus), gigabytes(row)
-        yield what, str(gpus), str(micro), graphs, *speed, f"`{commit}`"
+        yield label, str(gpus), str(micro), graphs, *speed, f"`{commit}`"
 
 
 def shares_of_one() -> dict[tuple[int, int], list[float]]:
-    """By GPUs and ``--ddp-bucket-size``, the speed of each GPU in every row, as a share of one GPU's at the same commit."""
-    found: dict[tuple[int, int], list[float]] = {}
+    """Return, by GPUs and ``--ddp-bucket-size``, every row's speed per GPU as a share of one GPU's at the same commit."""
+    shares: dict[tuple[int, int], list[float]] = {}
     for gpus, arm in ((2, "two micro-batch 2"), (2, "two 120M"), (4, "four micro-batch 2")):
         for row in select("gpus_h200", arm=arm):
             is_megatrons = arm != "two 120M" and row["commit"] in ("bff49d1", "0428cd0")  # before BUCKET_ELEMENTS
             case = gpus, paper.MEGATRONS_BUCKET if is_megatrons else BUCKET_ELEMENTS
-            for alone in select("gpus_h200", arm="micro-batch 2", commit=row["commit"]):
-                found.setdefault(case, []).append(float(alone["step_ms"]) / float(row["step_ms"]))
-    return found
+            for single in select("gpus_h200", arm="micro-batch 2", commit=row["commit"]):
+                shares.setdefault(case, []).append(float(single["step_ms"]) / float(row["step_ms"]))
+    return shares
 
 
 def scaling() -> Iterator[Line]:
@@ -191,30 +191,30 @@ def scaling() -> Iterator[Line]:
     )  # fmt: skip
     row, measured = one("gpus_h200", arm="micro-batch 2", commit="cbb992c"), shares_of_one()
     for case in paper.TABLE:
-        alone = float(row["step_ms"])
-        share = alone * case.sequences / 8 / case.step(alone)
+        single_ms = float(row["step_ms"])
+        share = single_ms * case.sequences / 8 / case.step(single_ms)
         shares = measured.get((case.gpus, case.bucket or BUCKET_ELEMENTS), ())
-        seen = " and ".join(f"{100 * each:.1f}" for each in shares)
-        what = f"{case.gpus} in {case.instances} instances" if case.instances > 1 else str(case.gpus)
-        comm = (number(each) for each in (case.buckets, case.reduction, case.gathering, case.exposed))
-        slowest, share_, mfu = (f"{100 * each:.1f}" for each in (case.waiting, share, share * float(row["mfu"])))
-        yield what, str(case.sequences), *comm, slowest, share_, seen, mfu
+        seen = " and ".join(f"{100 * measured_share:.1f}" for measured_share in shares)
+        label = f"{case.gpus} in {case.instances} instances" if case.instances > 1 else str(case.gpus)
+        comm = (number(figure) for figure in (case.buckets, case.reduction, case.gathering, case.exposed))
+        slowest, share_, mfu = (f"{100 * part:.1f}" for part in (case.waiting, share, share * float(row["mfu"])))
+        yield label, str(case.sequences), *comm, slowest, share_, seen, mfu
 
 
 def compiled() -> Iterator[Line]:
     """CUDA graphs, and recompute by family."""
     yield "", "ms a step", "tokens/s", "first step after, s", "GB", "commit"
-    for what, model, arm, commit in (
+    for label, model, arm, commit in (
         ("`nam56r_quarter`", "nam56r_quarter", "auto", "e87fb55"),
         ("`nam56r_quarter`, CUDA graphs", "nam56r_quarter", "graphs", "e87fb55"),
         ("`nam56r_quarter`, the host slower", "nam56r_quarter", "auto", "15fd72a"),
         ("`nam56r_quarter`, the host slower, CUDA graphs", "nam56r_quarter", "graphs", "15fd72a"),
     ):
         row = one("quarter_h200", model=model, arm=arm, commit=commit)
-        yield what, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
-    for what, arm in (("`nam56r`", "no graphs"), ("`nam56r`, CUDA graphs", "bf16")):
+        yield label, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
+    for label, arm in (("`nam56r`", "no graphs"), ("`nam56r`, CUDA graphs", "bf16")):
         row = one("nam56r_h200", arm=arm, commit="cbb992c")
-        yield what, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
+        yield label, number(row["step_ms"]), number(row["tokens_per_s"]), "", gigabytes(row), f"`{row['commit']}`"
     names = {"none": "", "a": ", `recompute: [a]`", "m": ", `recompute: [m]`", "experts": ", `recompute: [experts]`"}
     for row in rows("recompute_h200"):
         if row["recompute"] in names and row["tax"] == "none":
@@ -228,7 +228,7 @@ def fp8() -> Iterator[Line]:
     for variant in ("triton_fp8", "triton_fp8, weights kept quantised", "triton_fp8, dW into main_grad", "triton",
                     "triton, dW into main_grad", "quack"):  # fmt: skip
         yield f"routed experts, 32,768 rows, `{variant}`", "", number(op("routed_mlp", variant)["ms"]), ""
-    for what, arm, graphs in (
+    for label, arm, graphs in (
         ("bf16", "bf16", "yes"),
         ("`routed_mlp: triton_fp8`", "fp8 experts", "yes"),
         ("scopes of A, M and shared experts, `block`", "fp8 scopes", "yes"),
@@ -239,8 +239,8 @@ def fp8() -> Iterator[Line]:
         ("`bf16_te_fp8_experts`", "fp8 experts by Transformer Engine", "no"),
     ):
         row = one("nam56r_h200", arm=arm, commit="cbb992c")
-        yield f"52 layers, {what}", graphs, number(row["step_ms"]), number(row["tokens_per_s"])
-    for machine, commit, what, arm in (
+        yield f"52 layers, {label}", graphs, number(row["step_ms"]), number(row["tokens_per_s"])
+    for machine, commit, label, arm in (
         ("a second", "02d1adf3", "experts and scopes `current`", "fp8 experts and current scopes"),
         ("a second", "02d1adf3", "these and `mamba3_projection`", "fp8 projections"),
         ("a second", "02d1adf3", "the same, its wgrad in bf16", "fp8 projections, gradient in bf16"),
@@ -252,7 +252,7 @@ def fp8() -> Iterator[Line]:
          "fp8 projections and MTP, micro-batch 4, moments in bf16"),
     ):  # fmt: skip
         row = one("nam56r_h200", arm=arm, commit=commit)
-        yield f"{machine} machine, {what}", "yes", number(row["step_ms"]), number(row["tokens_per_s"])
+        yield f"{machine} machine, {label}", "yes", number(row["step_ms"]), number(row["tokens_per_s"])
 
 
 def vendors() -> Iterator[Line]:
@@ -293,14 +293,14 @@ def evidence() -> Iterator[Line]:
 
 
 def overhead() -> Iterator[Line]:
-    """What recording a run costs."""
+    """Cost of recording a run."""
     yield "commit", "ms a step", "of that recording, ms"
     for row in rows("overhead_h200"):
         yield f"`{row['commit']}`", number(row["step_ms"]), number(row["listeners_ms"])
 
 
 def megatrons() -> Iterator[Line]:
-    """Megatrons and torches on the CPU, of each part the newest row."""
+    """Megatron and torch versions on the CPU, with the newest row of each part."""
     cells: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows("megatrons_cpu"):
         part = row["part"] if row["part"] != "steps" else row["found"].partition(" ")[0].rstrip(":")
@@ -316,14 +316,14 @@ def megatrons() -> Iterator[Line]:
     for (name, torch), parts in sorted(
         cells.items(), key=lambda cell: (cell[0][1], cell[0][0] != "wheel 0.19.2", cell[0][0])
     ):
-        found = {part: re.search(pattern, parts[part]["found"]) for part, pattern in figures.items() if part in parts}
-        shown = [" ".join(match.groups()) if (match := found.get(part)) else "" for part in figures]
+        matches = {part: re.search(pattern, parts[part]["found"]) for part, pattern in figures.items() if part in parts}
+        shown = [" ".join(match.groups()) if (match := matches.get(part)) else "" for part in figures]
         commits = ", ".join(f"`{commit[:7]}`" for commit in dict.fromkeys(row["commit"] for row in parts.values()))
         yield name, torch, *shown, commits
 
 
 def long() -> Iterator[Line]:
-    """``nam56r_long`` by a row's length, as ``experiments/long.yaml`` trains it."""
+    """``nam56r_long`` by row length, as ``experiments/long.yaml`` trains it."""
     yield "", "GPUs", "tokens/s a GPU", "MFU %", "GB a GPU"
     for row in sorted(rows("long_h200"), key=lambda row: lengths.read_arm(row["arm"])[:2]):
         count, *_ = lengths.read_arm(row["arm"])
@@ -332,7 +332,7 @@ def long() -> Iterator[Line]:
 
 
 def twins() -> Iterator[Line]:
-    """Models of ``experiments/twins.yaml`` that were trained to the end; the speed is that of the fastest run."""
+    """Models of ``experiments/twins.yaml`` that were trained to the end, with the speed of the fastest run."""
     yield (
         "",
         "parameters, millions",
@@ -342,21 +342,21 @@ def twins() -> Iterator[Line]:
         "tokens/s alone",
         "seconds for all tokens",
     )
-    whole = [row for row in rows("twins_h200") if int(row["steps"]) == 800]
-    for arm, (what, parameters) in TWINS.items():
-        runs = [row for row in whole if row["arm"] == arm]
+    finished = [row for row in rows("twins_h200") if int(row["steps"]) == 800]
+    for arm, (label, parameters) in TWINS.items():
+        runs = [row for row in finished if row["arm"] == arm]
         losses = [dict(word.split(":") for word in row["losses"].split()) for row in runs]
-        bits = sorted(float(each["heldout"]) / math.log(2) / BYTES_A_TOKEN for each in losses)
-        trained = sorted(float(each["lm_loss"]) for each in losses)
-        ends = (f"{each[0]:.3f} to {each[-1]:.3f}" for each in (bits, trained))
+        bits = sorted(float(loss["heldout"]) / math.log(2) / BYTES_A_TOKEN for loss in losses)
+        trained = sorted(float(loss["lm_loss"]) for loss in losses)
+        ends = (f"{figures[0]:.3f} to {figures[-1]:.3f}" for figures in (bits, trained))
         fastest = min(runs, key=lambda row: float(row["step_ms"]))
         speed = number(fastest["tokens_per_s"]), number(int(fastest["steps"]) * float(fastest["step_ms"]), 1e3)
-        yield what, f"{parameters / 1e6:.1f}", str(len(runs)), *ends, *speed
+        yield label, f"{parameters / 1e6:.1f}", str(len(runs)), *ends, *speed
 
 
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
-    each.__name__: each
-    for each in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long, twins)
+    function.__name__: function
+    for function in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long, twins)
 }
 
 
@@ -371,8 +371,8 @@ def table(name: str) -> str:
 
 
 def rendered(page: str) -> str:
-    """Return a page with the tables of today's rows."""
-    return BLOCK.sub(lambda found: f"{found[1]} -->\n{table(found[1])}", page)
+    """Return a page with its tables rendered from the current rows."""
+    return BLOCK.sub(lambda match: f"{match[1]} -->\n{table(match[1])}", page)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draw tokens a second by a row's length, and what a token costs each family, from rows of ``experiments/long.yaml``.
+"""Plot tokens per second by row length, and each family's cost per token, from rows of ``experiments/long.yaml``.
 
     python -m experiments.lengths experiments/results/long_h200.csv docs/long.svg
 
@@ -41,19 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_arm(arm: str) -> tuple[int, int, str]:
-    """Return an arm's GPUs, the tokens of a row in thousands (of 1024), and what else its name says.
+    """Return an arm's GPUs, the tokens of a row in thousands (of 1024), and the rest of its name.
 
     Raises:
         ValueError: the name has no length.
     """
-    found = ARM.fullmatch(arm)
-    if found is None:
+    match = ARM.fullmatch(arm)
+    if match is None:
         raise ValueError(f"the arm {arm!r} has no length; expected names such as 32k or 'two 64k context 2'")
-    return GPUS[found[1]], int(found[2]), found[3]
+    return GPUS[match[1]], int(match[2]), match[3]
 
 
 def microseconds(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the GPU-microseconds that a token costs each family, the smallest as ``other``; empty without a profile."""
+    """Return each family's GPU-microseconds per token, the smallest as ``other``; empty without a profile."""
     cells = dict(cell.split(":") for cell in row["probe"].split())
     spent = {
         name.removesuffix("_ms"): float(ms)
@@ -61,10 +61,10 @@ def microseconds(row: Mapping[str, str]) -> dict[str, float]:
         if name.endswith("_ms") and not name.endswith("_exposed_ms")
     }
     tokens, total = float(row["tokens_per_s"]) * float(row["step_ms"]) / 1e3, sum(spent.values())
-    found: dict[str, float] = defaultdict(float)
+    costs: dict[str, float] = defaultdict(float)
     for name, ms in sorted(spent.items(), key=lambda item: -item[1]):
-        found[name if ms >= LEAST * total else "other"] += ms * 1e3 * read_arm(row["arm"])[0] / tokens
-    return dict(found)
+        costs[name if ms >= LEAST * total else "other"] += ms * 1e3 * read_arm(row["arm"])[0] / tokens
+    return dict(costs)
 
 
 def draw(rows: Sequence[Mapping[str, str]], plot: Path) -> None:

@@ -1,8 +1,8 @@
-"""What holds on one Megatron with one torch, on the CPU: a row for each part, with the command that it ran.
+"""Checks of one Megatron with one torch, on the CPU: a row for each part, with the command that it ran.
 
     PYTHON -m experiments.megatrons NAME [--checkout DIR] [--parts compat steps demo tests] [--output build/megatrons.csv]
 
-PYTHON is that of an environment with the Megatron to judge, which NAME names in the rows: ``make venv`` prints that of the
+PYTHON is the one of an environment with the Megatron to check, which NAME names in the rows: ``make venv`` prints that of the
 wheel, ``python requirements/environment.py megatron DIR`` that of a checkout. ``compat`` compares sources; ``steps`` trains
 nam56r_tiny on Megatron's mock data, of each class (the digest is that of every loss and gradient norm, in all digits of fp32);
 ``demo`` trains, kills, resumes and scores; ``tests`` is the CPU suite.
@@ -39,12 +39,10 @@ COLUMNS = ("megatron", "megatron-core", "torch", "part", "command", "status", "f
 
 
 def main() -> int:
-    """Run the parts and write their rows; 1 if one of them failed."""
+    """Run the parts and write their rows; return 1 if any of them failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("name", help="of the Megatron, in the rows")
-    parser.add_argument(
-        "--checkout", type=Path, help="what PYTHON has Megatron of; also runs the tests that need a checkout"
-    )
+    parser.add_argument("--checkout", type=Path, help="the checkout that PYTHON has; also runs the tests that need one")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=Path("build/megatrons.csv"))
     args = parser.parse_args()
@@ -54,39 +52,39 @@ def main() -> int:
         (path for path in (spec and spec.submodule_search_locations) or () if Path(path, "core").is_dir()), None
     )
     if installed is None:
-        parser.error("this Python has no megatron-core; expected that of an environment with the Megatron to judge")
+        parser.error("this Python has no megatron-core; expected an environment with the Megatron to check")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if args.checkout:
         os.environ["MEGATRON_LM"] = str(args.checkout.resolve())
     for part in args.parts:
-        begun = time.monotonic()
+        start = time.monotonic()
         results = trained() if part == "steps" else [ran(part, args.checkout or Path(installed).parent)]
-        seconds = round((time.monotonic() - begun) / len(results), 1)
-        for status, found in results:
+        seconds = round((time.monotonic() - start) / len(results), 1)
+        for status, summary in results:
             row = {"megatron": args.name, "part": part, "command": f"PYTHON {PARTS[part]}"} | versions()
-            table.append(row | {"status": status, "found": found, "seconds": seconds})
-            print(f"{part}: status {status}, {found} ({seconds} s)", flush=True)
+            table.append(row | {"status": status, "found": summary, "seconds": seconds})
+            print(f"{part}: status {status}, {summary} ({seconds} s)", flush=True)
             failed |= status != 0
     return int(failed)
 
 
 def ran(part: str, megatron: Path) -> tuple[int, str]:
-    """Run a part's command; returns its exit status, and in words what it found."""
+    """Run a part's command; return its exit status and a summary of its output."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"DIR": str(megatron), "FOLDER": folder, "LANE": LANE}
-        words = [sys.executable, *(given.get(word, word) for word in PARTS[part].split())]
-        done = subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    print(done.stdout if part != "compat" else "", end="", flush=True)
-    if part == "compat" and done.stdout:
-        report = json.loads(done.stdout)
+        values = {"DIR": str(megatron), "FOLDER": folder, "LANE": LANE}
+        words = [sys.executable, *(values.get(word, word) for word in PARTS[part].split())]
+        proc = subprocess.run(words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    print(proc.stdout if part != "compat" else "", end="", flush=True)
+    if part == "compat" and proc.stdout:
+        report = json.loads(proc.stdout)
         states = [target["state"] for patch in report["patches"] for target in patch["targets"]]
-        return done.returncode, f"{report['verdict']}: {states.count('equal')} of {len(states)} targets equal"
-    lines = [line for line in done.stdout.splitlines() if part == "tests" or "bits" in line]
-    return done.returncode, lines[-1].strip("= ") if lines else "no output"
+        return proc.returncode, f"{report['verdict']}: {states.count('equal')} of {len(states)} targets equal"
+    lines = [line for line in proc.stdout.splitlines() if part == "tests" or "bits" in line]
+    return proc.returncode, lines[-1].strip("= ") if lines else "no output"
 
 
 def trained() -> list[tuple[int, str]]:
-    """Train each model class; returns whether it ended well, and its last loss and the digest of all."""
+    """Train each model class; return its status, with its last loss and a digest of all steps."""
 
     def of(model_class: str) -> tuple[int, str]:
         steps, problems = trial.train(STEPS, timeout_s=1200, model_class=model_class)

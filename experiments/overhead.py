@@ -32,7 +32,7 @@ COLUMNS = ("model", "device", "steps", "listeners_ms", "step_ms", *PACKAGES, "co
 
 
 def main() -> int:
-    """Train, and write the row; 1 if listeners take more than :data:`LIMIT_MS` a step."""
+    """Train, and write the row; return 1 if listeners take more than :data:`LIMIT_MS` per step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="nam56r_quarter")
     parser.add_argument("--data", required=True, help="dataset prefix")
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("build/overhead.csv"))
     args = parser.parse_args()
     if args.steps < 2:
-        parser.error(f"--steps is {args.steps}; expected 2 or more, of which the second half counts")
+        parser.error(f"--steps is {args.steps}; expected 2 or more (the second half is measured)")
     table, model, on_cpu = Table(args.output, COLUMNS), preset(args.model), args.device == "cpu"
     training = Training(
         device=args.device,
@@ -63,8 +63,8 @@ def main() -> int:
         spent += time.perf_counter_ns() - start
         return result
 
-    def marking(notifier: Notifier, *given: Any) -> Any:
-        result = notify_step(notifier, *given)
+    def marking(notifier: Notifier, *step_args: Any) -> Any:
+        result = notify_step(notifier, *step_args)
         marks.append((time.perf_counter_ns(), spent))
         return result
 
@@ -75,7 +75,7 @@ def main() -> int:
         sys.exit(f"training ended with status {status} after {len(marks)} of {args.steps} logged steps")
     half = args.steps // 2  # the first half includes the start
     (from_ns, from_spent), (to_ns, to_spent) = marks[half - 1], marks[-1]
-    listeners, step = (took / (args.steps - half) / 1e6 for took in (to_spent - from_spent, to_ns - from_ns))
+    listeners, step = (total_ns / (args.steps - half) / 1e6 for total_ns in (to_spent - from_spent, to_ns - from_ns))
     print(f"listeners take {listeners:.2f} ms of a step of {step:.1f} ms, {listeners / step:.2%}")
     row = {"model": args.model, "device": device_name(args.device), "steps": args.steps}
     table.append(row | {"listeners_ms": f"{listeners:.3f}", "step_ms": f"{step:.1f}"} | versions(*PACKAGES))

@@ -1,4 +1,4 @@
-"""The probe of ``probe: layers``: every layer's gradient norm in every step, and how often each expert was chosen."""
+"""The probe of ``probe: layers``: every layer's gradient norm in every step, and how often each expert was selected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacpp_mcore.observe.loop import Loop
 
 FILE = "layers.json"
 SETTLED, BALANCED = 50, 100
-"""The first steps whose gradient norms, and expert loads, count."""
+"""First step at which gradient norms, and expert loads, count."""
 
 
 def train(folder: Path, words: list[str]) -> int:
@@ -52,28 +52,28 @@ class Probe(Listener):
                 router.register_forward_hook(lambda _, __, output, chosen=chosen: chosen.append(output[1].sum(0)))
 
     def on_step_begin(self, number: int) -> None:
-        """Forget the step before, and what was evaluated since."""
+        """Clear the counts of the previous step and of evaluation since."""
         for counts in self._chosen.values():
             counts.clear()
 
     def on_step(self, step: Step) -> None:
-        """Note the norm of each layer's gradients, all scaled by the same clipping."""
+        """Record the norm of each layer's gradients, all scaled by the same clipping."""
         import torch
 
         gradients, chosen = {}, {number: torch.stack(counts).sum(0) for number, counts in self._chosen.items()}
         for layer in self._layers:
-            norms = [one.main_grad.float().norm() for one in layer.parameters()]
+            norms = [parameter.main_grad.float().norm() for parameter in layer.parameters()]
             gradients[layer.layer_number] = float(torch.stack(norms).norm())
-        found = {"grad_norm": step.grad_norm, "gradients": gradients}
-        self.steps.append(found | {"chosen": {number: counts.tolist() for number, counts in chosen.items()}})
+        record = {"grad_norm": step.grad_norm, "gradients": gradients}
+        self.steps.append(record | {"chosen": {number: counts.tolist() for number, counts in chosen.items()}})
 
     def on_end(self, error: BaseException | None) -> None:
-        """Note an error, of the run or the probe."""
+        """Record an error of the run or the probe."""
         self.error = error
 
 
 def summary(folder: Path) -> str:
-    """The probe's figures for a run as one cell; empty without a probe."""
+    """Return the probe's figures for a run as one cell; empty without a probe."""
     if not (folder / FILE).exists():
         return ""
     steps = json.loads((folder / FILE).read_text())

@@ -5,10 +5,10 @@
     python -m experiments.recall score build/runs --rows 16 --seed 2 --output recall.csv
 
 A row is a document as long as the model's, so that Megatron's samples are these rows. A needle is a key of its own and a value,
-which come :data:`TIMES` times: from the second time on the key asks for the value. A copy is a marker and :data:`BLOCK` tokens;
-the marker comes once more, and so has the block. One phrase, over and over, fills the other half of a row. Distances are drawn
+which occur :data:`TIMES` times: from the second time on the key queries the value. A copy is a marker and :data:`BLOCK` tokens;
+the marker occurs once more, followed by the same block. One repeated phrase fills the other half of a row. Distances are drawn
 log-uniformly. (Multi-query associative recall, arXiv 2312.04927, over the distances and with the noise of RULER, arXiv
-2404.06654.) An answer counts if each of its tokens is the likeliest after those before, as greedy decoding gives.
+2404.06654.) An answer counts if each of its tokens is the likeliest after those before, as in greedy decoding.
 
 Shape legend: L tokens of a row, N items, V vocabulary.
 """
@@ -43,16 +43,16 @@ EOD, FILLERS = 0, 32
 """Ids 1 to FILLERS - 1 are the phrase; keys and markers follow up to half of the vocabulary, and values are the rest."""
 NEEDLE, COPY, BLOCK, TIMES = "needle", "copy", 16, 4
 NEAREST = 16
-"""The least distance between a query and its answer, in tokens."""
+"""Minimum distance between a query and its answer, in tokens."""
 EDGES = (NEAREST, 256, 1024, 4096, 8192, 16384, 32768)
-"""Distances by which answers are counted; windows of ``nam56r_long`` see up to 4095."""
+"""Bucket edges of the distances; windows of ``nam56r_long`` see up to 4095."""
 COLUMNS = ("arm", "steps", "task", "from", "to", "items", "right", "device", *PACKAGES, "commit")
 SCRIPT = Path(__file__).with_name("recall_answers.py")
 
 
 @dataclass(frozen=True)
 class Item:
-    """A query: its token is at ``query``, and its answer of ``answer`` tokens was last ``distance`` tokens before."""
+    """A query: its token is at ``query``; its answer of ``answer`` tokens last occurred ``distance`` tokens earlier."""
 
     task: str
     query: int
@@ -61,7 +61,7 @@ class Item:
 
 
 def row(length: int, vocabulary: int, *seed: int) -> tuple[NDArray[np.uint16], list[Item]]:
-    """Draw a row [L] and its items, always the same of one seed.
+    """Draw a row [L] and its items, always the same for the same seed.
 
     Raises:
         ValueError: the vocabulary has too few keys for the length, or the row is too short for a distance.
@@ -85,7 +85,7 @@ def row(length: int, vocabulary: int, *seed: int) -> tuple[NDArray[np.uint16], l
         while len(starts) < times or any(taken_L[starts[0] : starts[0] + size]):
             start = starts[-1] + int(NEAREST * (length / NEAREST) ** draw())
             if any(taken_L[starts[0] : starts[0] + size]) or start + size >= length or draw() < 0.05:
-                starts = [int(draw() * (length - size))]  # once more from the beginning, where nothing fits behind
+                starts = [int(draw() * (length - size))]  # start over where nothing fits behind
             elif start - starts[-1] >= size and not any(taken_L[start : start + size]):
                 starts.append(start)
         text = [name, *random.integers(vocabulary // 2, vocabulary, size - 1)]
@@ -103,8 +103,8 @@ def write(prefix: Path, length: int, vocabulary: int, rows: int, seed: int) -> N
     prefix.parent.mkdir(parents=True, exist_ok=True)
     builder: Any = IndexedDatasetBuilder(f"{prefix}.bin", dtype=TOKEN_DTYPES[8])
     with ProcessPoolExecutor() as pool:
-        given = ([one] * rows for one in (length, vocabulary, seed))
-        for tokens_L, _ in pool.map(row, *given, range(rows), chunksize=8):
+        columns = ([argument] * rows for argument in (length, vocabulary, seed))
+        for tokens_L, _ in pool.map(row, *columns, range(rows), chunksize=8):
             builder.add_item(torch.from_numpy(tokens_L.astype(np.int64)))
             builder.end_document()
     builder.finalize(f"{prefix}.idx")
@@ -112,26 +112,26 @@ def write(prefix: Path, length: int, vocabulary: int, rows: int, seed: int) -> N
 
 
 def score(runs: Path, rows: int, seed: int, device: str, output: Path) -> int:
-    """Add the accuracy of every run in the folder of :mod:`experiments.train` to the table ``output``; 1 if one fails."""
+    """Add the accuracy of every run in a folder of :mod:`experiments.train` to the table ``output``; return 1 if one fails."""
     table, failed = Table(output, COLUMNS), 0
     launch = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", "launch", "--no-observe", "--device", device, "--"]
-    asked = ["--recall-rows", str(rows), "--recall-seed", str(seed)]
-    for folder in sorted(one.parent for one in runs.glob("*/arguments.json")):
+    recall_options = ["--recall-rows", str(rows), "--recall-seed", str(seed)]
+    for folder in sorted(arguments_file.parent for arguments_file in runs.glob("*/arguments.json")):
         words: list[str] = json.loads((folder / "arguments.json").read_text())
         saved = flags.read(words)["--save"][0]
         answers, log = folder / "answers.json", folder / "answers.log"
         loaded = ["--load", saved, "--no-load-optim", "--no-load-rng", "--skip-train"]
-        command = [*launch, str(SCRIPT), *words, *loaded, *asked, "--recall-output", str(answers)]
+        command = [*launch, str(SCRIPT), *words, *loaded, *recall_options, "--recall-output", str(answers)]
         environment = {**os.environ, "MEGACPP_CONFIG": str(folder / "megacpp.json")}
         with log.open("w") as sink:
-            done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
-        if done.returncode:
-            print(f"{folder.name}: status {done.returncode}; see {log}")
+            process = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
+        if process.returncode:
+            print(f"{folder.name}: status {process.returncode}; see {log}")
             failed = 1
             continue
-        found = json.loads(answers.read_text())
-        of_run = {"arm": Path(saved).name, "steps": found["step"], "device": device_name(device)}
-        for counts in found["counts"]:
+        answered = json.loads(answers.read_text())
+        of_run = {"arm": Path(saved).name, "steps": answered["step"], "device": device_name(device)}
+        for counts in answered["counts"]:
             line = of_run | dict(zip(COLUMNS[2:7], counts, strict=True)) | versions(*PACKAGES[2:])
             table.append(line)
             print("  ".join(f"{name} {line[name]}" for name in COLUMNS[:7]))
@@ -139,19 +139,19 @@ def score(runs: Path, rows: int, seed: int, device: str, output: Path) -> int:
 
 
 def counted(items: Sequence[Item], is_right: Sequence[bool]) -> list[tuple[str, int, int, int, float]]:
-    """Return, by task and distance from and to (exclusive), how many items there are and which share of them is right."""
-    every: Counter[tuple[str, int, int]] = Counter()
+    """Return, by task and distance from and to (exclusive), the number of items and the share that is right."""
+    total: Counter[tuple[str, int, int]] = Counter()
     right: Counter[tuple[str, int, int]] = Counter()
     for item, is_good in zip(items, is_right, strict=True):
-        most = next(edge for edge in EDGES[1:] if item.distance < edge)
-        place = item.task, EDGES[EDGES.index(most) - 1], most
-        every[place] += 1
-        right[place] += is_good
-    return [(*place, count, round(right[place] / count, 4)) for place, count in sorted(every.items())]
+        upper = next(edge for edge in EDGES[1:] if item.distance < edge)
+        bucket = item.task, EDGES[EDGES.index(upper) - 1], upper
+        total[bucket] += 1
+        right[bucket] += is_good
+    return [(*bucket, count, round(right[bucket] / count, 4)) for bucket, count in sorted(total.items())]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write rows, or score runs; returns the exit status."""
+    """Write rows, or score runs; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     actions = parser.add_subparsers(dest="action", required=True)
     data = actions.add_parser("data", help="write a dataset")
@@ -162,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     scored.add_argument("runs", type=Path, help="its --folder")
     scored.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     scored.add_argument("--output", type=Path, default=Path("build/recall.csv"))
-    for one in (data, scored):
-        one.add_argument("--rows", type=flags.positive, required=True, help="how many")
-        one.add_argument("--seed", type=int, required=True, help="of the rows: two for training and scoring")
+    for subparser in (data, scored):
+        subparser.add_argument("--rows", type=flags.positive, required=True, help="how many")
+        subparser.add_argument("--seed", type=int, required=True, help="of the rows; use another one for scoring")
     args = parser.parse_args(argv)
     if args.action == "score":
         return score(args.runs, args.rows, args.seed, args.device, args.output)

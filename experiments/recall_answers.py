@@ -1,4 +1,4 @@
-"""The script by which :mod:`experiments.recall` asks a checkpoint: which answers of drawn rows it gives; for the launcher.
+"""The script with which :mod:`experiments.recall` queries a checkpoint for the answers of drawn rows; for the launcher.
 
 Shape legend: L tokens of a row, V vocabulary, padded.
 """
@@ -20,7 +20,7 @@ def _add_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Draw rows as the words say, and write how many answers are right."""
+    """Draw rows as the arguments say, and write how many answers are right."""
     import torch
 
     from megacpp_mcore.launch.heldout import load_model, parsed
@@ -29,18 +29,18 @@ def main() -> None:
     model, items, is_right = load_model(args), [], []
     device = next(model.parameters()).device
     for number in range(args.recall_rows):
-        tokens_L, asked = row(args.seq_length, args.vocab_size, args.recall_seed, number)
+        tokens_L, row_items = row(args.seq_length, args.vocab_size, args.recall_seed, number)
         tokens_1L = torch.from_numpy(tokens_L.astype("int64"))[None].to(device)
         positions_1L = torch.arange(args.seq_length, device=device)[None]
         with torch.no_grad():
             logits_1LV = model(tokens_1L, positions_1L, None, runtime_gather_output=True)
         next_L = logits_1LV[0].argmax(-1).cpu().numpy()
-        items += asked
-        for one in asked:
-            answer = slice(one.query, one.query + one.answer)
+        items += row_items
+        for item in row_items:
+            answer = slice(item.query, item.query + item.answer)
             is_right.append(bool((next_L[answer] == tokens_L[1:][answer]).all()))
-    found = {"step": args.iteration, "counts": counted(items, is_right)}
-    args.recall_output.write_text(json.dumps(found))
+    answers = {"step": args.iteration, "counts": counted(items, is_right)}
+    args.recall_output.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Seconds from the start of a training's process to the end of its first and second step, by what the caches hold.
+"""Seconds from the start of a training process to the end of its first and second step, by cache contents.
 
     python -m experiments.starts nam56r_pretrain_1gpu_h200_bf16 --data CORPUS/stdlib_train
 
-All starts are recorded in one folder, so that from the second on kernels of the earlier ones are compiled beside
+All starts are recorded in one folder, so that from the second on, kernels of the earlier ones are compiled alongside
 (docs/compile.md). Python's own compiled files are left where they are.
 """
 
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a few steps in every start, and write a row of each."""
+    """Train a few steps from every start, and write a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--data", required=True, help="dataset prefix")
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for command in commands:
             with (args.folder / f"log_{number}").open("a") as sink:
                 program = [sys.executable, "-W", "ignore", "-m", "megacpp_mcore", *command]
-                done = subprocess.run(program, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
-            if done.returncode:
-                sys.exit(f"{start}: {command[0]} ended with status {done.returncode}; see {sink.name}")
+                process = subprocess.run(program, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
+            if process.returncode:
+                sys.exit(f"{start}: {command[0]} ended with status {process.returncode}; see {sink.name}")
         last = recorded(events.read(run))[-1]
         ends = [place for place, span in enumerate(last.spans) if span.step is not None][:2]
         spent = {

@@ -1,4 +1,4 @@
-"""Trains the arms of an experiment side by side, and writes one row per run from its receipt and step records.
+"""Trains the arms of an experiment in parallel, and writes one row per run from its receipt and step records.
 
     python -m experiments.train experiments/distill.yaml --data CORPUS/stdlib_train --gpus 4 --per-gpu 2
 
@@ -12,7 +12,7 @@ difference in a step's loss from the first run of the same arm and seed, or, for
 many steps. Column ``probe`` has the memory that was reserved, and estimated for an H200; of profiled steps, milliseconds by
 family and exposed communication by kind; and with ``probe: layers`` every layer's gradient norm and the load of its experts.
 ``--heldout`` is another dataset, on whose whole batches each run is evaluated at its end; ``--curves`` writes the main loss by
-tokens and seconds (:mod:`experiments.curves` draws it).
+tokens and seconds (:mod:`experiments.curves` plots it).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ COLUMNS = (
 
 CURVE = ("experiment", "arm", "seed", "step", "tokens", "seconds", "loss", "commit")
 OF_GPUS = ("--moe-permute-fusion", "--moe-grouped-gemm")
-"""Stock words of kernels that a CPU has not, without which the same is computed."""
+"""Stock flags of GPU-only kernels; without them a CPU computes the same."""
 EACH = 10
-"""Steps that a point of a curve is the mean of."""
+"""Steps averaged into one point of a curve."""
 HELDOUT = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
 
 Slots = queue.SimpleQueue[str]
@@ -74,7 +74,7 @@ Slots = queue.SimpleQueue[str]
 
 @dataclass
 class Arm:
-    """One arm: its part of the file, merged over what all share."""
+    """One arm: its part of the file, merged over the shared one."""
 
     name: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -88,51 +88,51 @@ class Arm:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train every arm with every seed; 1 if a run fails, whose log is then named."""
+    """Train every arm with every seed; return 1 if a run fails, after printing the path of its log."""
     args = _arguments(argv)
     content = yaml.safe_load(args.file.read_text(encoding="utf-8"))
-    known = ("model", "overrides", "training", "settings", "words", "probe", "arms")
+    allowed_keys = ("model", "overrides", "training", "settings", "words", "probe", "arms")
     for key in content:
-        if key not in known:
-            sys.exit(f"{args.file}: unknown key {key!r}; {nearest(key, known)}")
-    named = args.arms or content["arms"]
-    for name in named:
+        if key not in allowed_keys:
+            sys.exit(f"{args.file}: unknown key {key!r}; {nearest(key, allowed_keys)}")
+    selected = args.arms or content["arms"]
+    for name in selected:
         if name not in content["arms"]:
             sys.exit(f"{args.file} has no arm {name!r}; {nearest(name, content['arms'])}")
-    arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in named]
+    arms = [_arm(content, name, part or {}) for name, part in content["arms"].items() if name in selected]
     for option in ("rates", "heldout"):
         if getattr(args, option) and any(arm.via == "bridge" for arm in arms):
-            sys.exit(f"--{option} is of runs by megacpp-mcore launch; name other --arms than those via: bridge")
+            sys.exit(f"--{option} applies only to runs by megacpp-mcore launch; leave out --arms with via: bridge")
     if args.rates:
         arms = [_with_rate(arm, rate) for arm in arms for rate in args.rates]
-    asked = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
-    if max(asked) > args.gpus or (max(asked) > 1 and args.per_gpu > 1):
-        sys.exit(f"an arm takes {max(asked)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
+    gpus_per_run = [arm.training.get("processes", args.nproc) for arm in arms] if args.device == "cuda" else [1]
+    if max(gpus_per_run) > args.gpus or (max(gpus_per_run) > 1 and args.per_gpu > 1):
+        sys.exit(f"an arm takes {max(gpus_per_run)} GPUs; expected as many --gpus and one --per-gpu, or other --arms")
     table, curves, slots = Table(args.output, COLUMNS), args.curves and Table(args.curves, CURVE), Slots()
     for number in range(args.per_gpu * args.gpus):
         slots.put(str(number % args.gpus))
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
-    # GPUs are taken in turn: a run that waits for several is not overtaken.
+    # GPUs are taken in order: later runs cannot overtake one that waits for several.
     turns = [threading.Event() for _ in range(len(jobs) + 1)]
     turns[0].set()
     failures: list[str] = []
     first: dict[tuple[str | int, int], Sequence[Step]] = {}
-    with ThreadPoolExecutor(slots.qsize() // min(asked)) as pool:
+    with ThreadPoolExecutor(slots.qsize() // min(gpus_per_run)) as pool:
         running = {
             pool.submit(_on_gpus, content, job, number, args, slots, turns): job for number, job in enumerate(jobs)
         }
-        for done in as_completed(running):
-            (arm, seed), (folder, status, wanted) = running[done], done.result()
+        for future in as_completed(running):
+            (arm, seed), (folder, status, expected) = running[future], future.result()
             steps = read_steps(folder / "run") if (folder / "run").exists() else []
-            if status or len(steps) != wanted:
-                after = f"ended with status {status} after {len(steps)} of {wanted} steps"
+            if status or len(steps) != expected:
+                after = f"ended with status {status} after {len(steps)} of {expected} steps"
                 failures.append(f"{arm.name}, seed {seed}: {after}; see {folder / 'log'}")
                 print(failures[-1], flush=True)
                 continue
-            other = first.get((arm.name, seed)) or first.setdefault((wanted, seed), steps)
+            reference = first.get((arm.name, seed)) or first.setdefault((expected, seed), steps)
             first.setdefault((arm.name, seed), steps)
             model = "stock" if arm.via == "stock" else content["model"]
-            row = _row(args, model, (arm, seed), folder, steps, other)
+            row = _row(args, model, (arm, seed), folder, steps, reference)
             table.append(row)
             for point in _curve(steps) if curves else ():
                 curves.append({name: row[name] for name in (*CURVE[:3], "commit")} | point)
@@ -143,10 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arm(content: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Arm:
     both = {key: {**content.get(key, {}), **part.get(key, {})} for key in ("overrides", "training", "settings")}
     words = [*content.get("words", []), *part.get("words", [])]
-    known = [one.name for one in dataclasses.fields(Arm)]
+    fields = [f.name for f in dataclasses.fields(Arm)]
     for key in part:
-        if key not in known:
-            sys.exit(f"arms.{name}: unknown key {key!r}; {nearest(key, known)}")
+        if key not in fields:
+            sys.exit(f"arms.{name}: unknown key {key!r}; {nearest(key, fields)}")
     return Arm(**{**part, **both, "name": name, "words": words})
 
 
@@ -159,10 +159,10 @@ def _on_gpus(
     content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, slots: Slots,
     turns: Sequence[threading.Event],
 ) -> tuple[Path, int, int]:  # fmt: skip
-    """:func:`_train` on as many GPUs as the arm takes, which it gets in its turn."""
+    """Run :func:`_train` on as many GPUs as the arm needs, in the order of the jobs."""
     turns[number].wait()
-    asked = job[0].training.get("processes", args.nproc) if args.device == "cuda" else 1
-    taken = [slots.get() for _ in range(asked)]
+    count = job[0].training.get("processes", args.nproc) if args.device == "cuda" else 1
+    taken = [slots.get() for _ in range(count)]
     turns[number + 1].set()
     try:
         return _train(content, job, number, args, taken)
@@ -174,37 +174,37 @@ def _on_gpus(
 def _train(
     content: Mapping[str, Any], job: tuple[Arm, int], number: int, args: argparse.Namespace, gpus: Sequence[str]
 ) -> tuple[Path, int, int]:
-    """Train one arm in a process of its own; returns its folder, its exit status, and the number of steps it was to take."""
+    """Train one arm in its own process; return its folder, its exit status, and the expected number of steps."""
     arm, seed = job
     folder: Path = args.folder / f"{number:02}_{arm.name.replace(' ', '_')}_{seed}"
     folder.mkdir(parents=True)
     model = with_overrides(preset(content["model"]), arm.overrides)
-    given: dict[str, Any] = {"device": args.device, "seed": seed, "processes": args.nproc, **arm.training}
+    options: dict[str, Any] = {"device": args.device, "seed": seed, "processes": args.nproc, **arm.training}
     if args.device == "cpu":
-        given |= {"precision": "fp32", "transformer_impl": "local"}
+        options |= {"precision": "fp32", "transformer_impl": "local"}
     if args.steps:
-        given["train_iters"] = args.steps
+        options["train_iters"] = args.steps
     extra = tuple(str(word).format(folder=args.folder.resolve()) for word in arm.words)
     if args.device == "cpu" and arm.via == "stock":
         extra = (*(word for word in extra if word not in OF_GPUS), "--no-rope-fusion")
-    extra += tuple(_evaluated(args.heldout, model, given))
+    extra += tuple(_evaluated(args.heldout, model, options))
     data = ("--data-path", args.data, "--split", "100,0,0")
     training = Training(
         data=("--train-data-path", args.data, "--valid-data-path", args.heldout) if args.heldout else data,
         tokenizer=tokenizer_words(model, data=args.data),
         extra=() if arm.via == "stock" else extra,
-        **given,
+        **options,
     )
     settings = {"model": content["model"], "overrides": dict(arm.overrides), **arm.settings}
     (folder / "megacpp.json").write_text(json.dumps(settings))  # JSON is YAML
     command = [sys.executable, "-W", "ignore", "-m"]
-    left = ["--observe", str(folder / "run")]
+    observe = ["--observe", str(folder / "run")]
     if arm.via == "bridge":
         changes = [f"train.train_iters={training.train_iters}", f"dataset.data_path={args.data}"]
-        command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *left, *changes]
+        command += ["megacpp_mcore.nemo_recipes.run", "--recipe", arm.recipe, *observe, *changes]
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
-        command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *left]
+        command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *observe]
         words = lower(Run(model, Layout(**arm.layout), training, arm.model_class))
         command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -216,23 +216,23 @@ def _train(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[int(gpu)] if visible else gpu for gpu in gpus)
     with (folder / "log").open("w") as sink:
-        done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
-    return folder, done.returncode, training.train_iters
+        process = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, check=False, env=environment)
+    return folder, process.returncode, training.train_iters
 
 
-def _evaluated(heldout: str, model: Model, given: Mapping[str, Any]) -> list[str]:
-    """Words that evaluate a run, once, on all whole batches of ``heldout``."""
+def _evaluated(heldout: str, model: Model, options: Mapping[str, Any]) -> list[str]:
+    """Return the flags that evaluate a run, once, on all full batches of ``heldout``."""
     if not heldout:
         return []
-    tokens, batch = load_manifest(heldout).tokens, given["global_batch_size"] * model.seq_length
+    tokens, batch = load_manifest(heldout).tokens, options["global_batch_size"] * model.seq_length
     if tokens <= batch:
         sys.exit(f"{heldout} has {tokens} tokens; expected more than a global batch, {batch}")
     # An interval of all steps would evaluate twice, on two epochs' documents mixed.
-    return ["--eval-iters", str((tokens - 1) // batch), "--eval-interval", str(given["train_iters"] + 1)]
+    return ["--eval-iters", str((tokens - 1) // batch), "--eval-interval", str(options["train_iters"] + 1)]
 
 
 def _curve(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
-    """Points of the main loss, each the mean of :data:`EACH` steps; seconds are from the end of the first of all steps."""
+    """Yield points of the main loss, each the mean of :data:`EACH` steps; seconds count from the end of the first step."""
     for part in itertools.batched(steps, EACH):
         loss = statistics.fmean(step.losses["lm loss"] for step in part)
         yield {
@@ -244,10 +244,10 @@ def _curve(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
 
 
 def of_stock(words: Sequence[str], model: Model, own: Sequence[str]) -> list[str]:
-    """Return how ``words`` train, without what they train, which is ``own``, on samples as long."""
+    """Return ``words`` with the model's flags replaced by ``own``; samples keep their length."""
     of_model = model_flags(model) - {"--seq-length", "--max-position-embeddings"}
-    kept = ((flag, *values) for flag, values in flags.read(words).items() if flag not in of_model)
-    return [word for each in kept for word in each] + list(own)
+    groups = ((flag, *values) for flag, values in flags.read(words).items() if flag not in of_model)
+    return [word for group in groups for word in group] + list(own)
 
 
 def _row(
@@ -282,7 +282,7 @@ def _row(
         "tokens_per_s": round(throughput.get("tokens_per_s") or 0) or "",
         "mfu": "" if throughput.get("mfu") is None else f"{throughput['mfu']:.4f}",
         "peak_bytes": (receipt["memory"] or {}).get("allocated_peak_bytes") or "",
-        "disqualified": " ".join(one["name"] for one in receipt["disqualifiers"]),
+        "disqualified": " ".join(disqualifier["name"] for disqualifier in receipt["disqualifiers"]),
         "probe": " ".join(filter(None, (probe.summary(folder), _memory(folder, receipt), _profiled(folder)))),
         **versions(*PACKAGES[2:]),
         # A checkout's, if the run had one.
@@ -291,31 +291,31 @@ def _row(
 
 
 def _memory(folder: Path, receipt: Mapping[str, Any]) -> str:
-    """Return what a rank's allocator reserved, and what it was estimated to need on an H200; nothing on a CPU."""
-    held, words = receipt["memory"] or {}, folder / "arguments.json"
-    if held.get("kind") in (None, RESIDENT) or not words.exists():
+    """Return the memory a rank's allocator reserved, and the estimate for an H200; nothing on a CPU."""
+    usage, words = receipt["memory"] or {}, folder / "arguments.json"
+    if usage.get("kind") in (None, RESIDENT) or not words.exists():
         return ""
     processes, settings = receipt["parallelism"]["world_size"], load_settings(folder / "megacpp.json")
     run = read(json.loads(words.read_text()), device="cuda", processes=processes, settings=settings)
     estimated = memory.estimate(run, round(H200_GB * 1e9))
-    sizes = {"reserved_gb": held["reserved_peak_bytes"], "estimated_gb": estimated}
+    sizes = {"reserved_gb": usage["reserved_peak_bytes"], "estimated_gb": estimated}
     return " ".join(f"{name}:{size / 1e9:.1f}" for name, size in sizes.items() if size is not None)
 
 
 def _profiled(folder: Path) -> str:
-    """Return milliseconds a step, of the rank with the most, of a profiled run.
+    """Return milliseconds per step of a profiled run, the maximum over ranks.
 
-    They are the device time of each family, and what no computation hid of each collective.
+    They are the device time of each family, and the exposed time of each collective.
     """
-    found: dict[str, float] = {}
+    milliseconds: dict[str, float] = {}
     for file in (folder / "run" / profiles.FOLDER).glob("**/table.json"):
         table = profiles.read(file)
         first, last = table["steps"]
-        spent = {f"{name}_ms": one["total_ns"] for name, one in table["families"].items()}
-        spent |= {f"{name}_exposed_ms": one["exposed_ns"] for name, one in table["collectives"].items()}
+        spent = {f"{name}_ms": entry["total_ns"] for name, entry in table["families"].items()}
+        spent |= {f"{name}_exposed_ms": entry["exposed_ns"] for name, entry in table["collectives"].items()}
         for name, nanoseconds in spent.items():
-            found[name] = max(found.get(name, 0.0), nanoseconds / 1e6 / (last - first + 1))
-    return " ".join(f"{name}:{ms:.1f}" for name, ms in sorted(found.items()))
+            milliseconds[name] = max(milliseconds.get(name, 0.0), nanoseconds / 1e6 / (last - first + 1))
+    return " ".join(f"{name}:{ms:.1f}" for name, ms in sorted(milliseconds.items()))
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -328,12 +328,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     parser.add_argument("--steps", type=int, help="instead of the file's")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates, instead of the file's")
-    parser.add_argument("--window", type=flags.positive, default=20, help="last steps that a loss is the mean of")
+    parser.add_argument("--window", type=flags.positive, default=20, help="last steps to average a loss over")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpus", type=flags.positive, help="of this machine, that runs share (default: --nproc)")
-    parser.add_argument("--per-gpu", type=flags.positive, default=1, help="runs side by side on each, or on the CPU")
-    parser.add_argument("--nproc", type=flags.positive, default=1, help="processes of a run that does not say how many")
-    parser.add_argument("--folder", type=Path, default=Path("build/experiment"), help="for what the runs leave")
+    parser.add_argument("--gpus", type=flags.positive, help="GPUs of this machine to use (default: --nproc)")
+    parser.add_argument("--per-gpu", type=flags.positive, default=1, help="parallel runs on each, or on the CPU")
+    parser.add_argument("--nproc", type=flags.positive, default=1, help="processes of a run that does not set them")
+    parser.add_argument("--folder", type=Path, default=Path("build/experiment"), help="for the runs' files")
     parser.add_argument("--output", type=Path, default=Path("build/experiment.csv"))
     args = parser.parse_args(argv)
     args.gpus = (args.nproc if args.device == "cuda" else 1) if args.gpus is None else args.gpus

@@ -73,17 +73,17 @@ class GatedConvolution(Mixer):
 
 
 def convolution_layer_spec(parts: Parts, taps: int = 8) -> ModuleSpec:
-    """One layer: norm, gated convolution, residual; no feed-forward part."""
+    """Return one layer: norm, gated convolution, residual; no feed-forward part."""
     return mixer_layer_spec(parts.norm, ModuleSpec(module=GatedConvolution, params={"parts": parts, "taps": taps}))
 
 
 def mixer_of(layer: ModuleSpec) -> type | None:
-    """The class in a layer's self-attention slot; None if the slot is empty, as in E layers."""
+    """Return the class in a layer's self-attention slot; None if the slot is empty, as in E layers."""
     return getattr(layer.submodules.self_attention, "module", None)
 
 
 def nam56r_with_convolutions(config: Any, vp_stage: int | None = None) -> HybridBlockSubmodules:
-    """The layers of ``--spec megacpp_mcore nam56r_tiny``, or of the file of MEGACPP_CONFIG, with each R layer replaced."""
+    """Return the layers of ``--spec megacpp_mcore nam56r_tiny``, or of MEGACPP_CONFIG's file, with each R layer replaced."""
     block = nam56r(config, vp_stage, "nam56r_tiny")
     parts = parts_for(getattr(config, "transformer", config))
     block.layer_specs = [

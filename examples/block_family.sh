@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A block family of your own, from a file of your own (block_family.py beside this script): three steps on the CPU.
+# A block family of your own, from a file of your own (block_family.py next to this script): three steps on the CPU.
 #
 #     examples/block_family.sh FOLDER
 set -euo pipefail

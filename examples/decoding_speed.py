@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main() -> None:
-    """Decode each prompt in every way twice, and time the second time."""
+    """Decode each prompt in every way twice, and time the second run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="of `megacpp-mcore checkpoint export`")
     parser.add_argument("--prompt", nargs="+", default=["def ", "import os\n", "class Reader:\n    "])
@@ -30,24 +30,24 @@ def main() -> None:
     prompts = [tokenizer(prompt, return_tensors="pt").to(args.device) for prompt in args.prompt]
     plain: list[Any] = []
     for drafts in (0, *(args.drafts or [model.config.mtp_depth])):
-        seconds, made, same, accepted, drafted = 0.0, 0, 0, 0, 0
+        seconds, generated, same, accepted, drafted = 0.0, 0, 0, 0, 0
         for number, prompt in enumerate(prompts):
             for _ in range(2):
                 counts: dict[str, int] = {"accepted": 0, "drafted": 0}
                 more: Any = (
                     {"custom_generate": type(model).speculate, "drafts": drafts, "counts": counts} if drafts else {}
                 )
-                began = time.perf_counter()
+                start = time.perf_counter()
                 options = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None}
-                found = model.generate(**prompt, **options, **more)[0].tolist()  # which waits for the device
-                took = time.perf_counter() - began
+                tokens = model.generate(**prompt, **options, **more)[0].tolist()  # tolist() waits for the device
+                elapsed = time.perf_counter() - start
             if not drafts:
-                plain.append(found)
-            seconds, made = seconds + took, made + args.tokens
-            same += found == plain[number]
+                plain.append(tokens)
+            seconds, generated = seconds + elapsed, generated + args.tokens
+            same += tokens == plain[number]
             accepted, drafted = accepted + counts["accepted"], drafted + counts["drafted"]
         share = f"; {accepted} of {drafted} drafts accepted; same tokens for {same} of {len(prompts)} prompts"
-        print(f"{drafts} drafts a call: {made / seconds:.1f} tokens/s{share if drafts else ''}", flush=True)
+        print(f"{drafts} drafts a call: {generated / seconds:.1f} tokens/s{share if drafts else ''}", flush=True)
 
 
 if __name__ == "__main__":

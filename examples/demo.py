@@ -161,17 +161,17 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def has_ended(process: subprocess.Popen[bytes], *, wait: bool = False) -> bool:
-    """Whether a process has ended, which ``wait`` waits for; leaves it to be reaped by :func:`started`."""
+    """Return whether a process has ended, after waiting for it if ``wait``; :func:`started` reaps it."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)) is not None
 
 
 def exit_status(code: int) -> int:
-    """The shell's number for a process that ended with ``code`` (negative: by that signal)."""
+    """Return the shell's exit status for a process that ended with ``code`` (negative: by that signal)."""
     return code if code >= 0 else 128 - code
 
 
 def say(message: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush."""
     print(message, flush=True)
 
 
@@ -183,7 +183,7 @@ def show(plan: Plan, step: steps.Step, seconds: Sequence[float]) -> None:
 
 
 def make_corpus(folder: Path) -> tuple[str, str]:
-    """Build the corpus, or check the existing one; returns the prefixes of training and held-out text."""
+    """Build the corpus, or check the existing one; return the prefixes of training and held-out text."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -209,26 +209,26 @@ def train(plan: Plan, command: Sequence[str], kill_after: int = 0) -> list[steps
     with started(command, plan.log) as process:
         while True:
             ended = has_ended(process)  # checked first, so that the last lines of a process ending now are still read
-            found = recorded(plan)
-            times = [step.time_s for step in found[before:]]
-            for step in found[seen:]:
+            all_steps = recorded(plan)
+            times = [step.time_s for step in all_steps[before:]]
+            for step in all_steps[seen:]:
                 show(plan, step, [later - earlier for earlier, later in itertools.pairwise(times[-20:])])
-            seen, found = len(found), found[before:]
-            if ended or (kill_after and found and found[-1].step >= kill_after):
+            seen, leg = len(all_steps), all_steps[before:]
+            if ended or (kill_after and leg and leg[-1].step >= kill_after):
                 break
             time.sleep(0.25)  # each poll rereads all steps, on a core that training uses
-    found = recorded(plan)[before:]
+    leg = recorded(plan)[before:]
     code = process.returncode
-    if kill_after and (code != -signal.SIGKILL or not found or found[-1].step < kill_after):
+    if kill_after and (code != -signal.SIGKILL or not leg or leg[-1].step < kill_after):
         status = exit_status(code)
         raise DemoError(f"training ended (status {status}) before it could be killed", status or 1, plan.log)
     if not kill_after and code:
         raise DemoError(f"training failed with status {exit_status(code)}", exit_status(code), plan.log)
-    return found
+    return leg
 
 
 def recorded(plan: Plan) -> list[steps.Step]:
-    """The steps of both legs so far; none until training has created the folder."""
+    """Return the steps of both legs so far; none until training has created the folder."""
     return steps.read_steps(plan.record) if plan.record.is_dir() else []
 
 
@@ -241,14 +241,14 @@ def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) 
     both = [(step.step, before[step.step], step.values()) for step in second if step.step in before]
     span = f"steps {both[0][0]} to {both[-1][0]}"
     if plan.device == "cpu":
-        names = sorted(set().union(*(one | other for _, one, other in both)))
-        for number, one, other in both:
-            if differing := [name for name in names if one.get(name) != other.get(name)]:
+        names = sorted(set().union(*(before_kill | after_kill for _, before_kill, after_kill in both)))
+        for number, before_kill, after_kill in both:
+            if differing := [name for name in names if before_kill.get(name) != after_kill.get(name)]:
                 raise DemoError(
                     f"NOT EQUAL: step {number} has another {differing[0]} after the resume; see {plan.record}"
                 )
         return f"EQUAL: {span}, run before the kill and again after it, agree bit for bit in {', '.join(names)}."
-    apart = [abs(one["lm loss"] - other["lm loss"]) for _, one, other in both]
+    apart = [abs(before_kill["lm loss"] - after_kill["lm loss"]) for _, before_kill, after_kill in both]
     largest = math.nan if any(map(math.isnan, apart)) else max(apart)
     if not largest <= MAX_GPU_DIFFERENCE:
         raise DemoError(f"{span} differ by up to {largest:.3g} nats after the resume, more than {MAX_GPU_DIFFERENCE}")
@@ -261,9 +261,9 @@ def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) 
 def check_checkpoint(plan: Plan) -> None:
     """Raise DemoError unless the newest checkpoint is the one to resume from."""
     tracker = plan.checkpoints / "latest_checkpointed_iteration.txt"
-    found = tracker.read_text().strip() if tracker.exists() else "no checkpoint"
-    if found != str(plan.save_at):
-        raise DemoError(f"{tracker} contains {found}; expected {plan.save_at}", log=plan.log)
+    iteration = tracker.read_text().strip() if tracker.exists() else "no checkpoint"
+    if iteration != str(plan.save_at):
+        raise DemoError(f"{tracker} contains {iteration}; expected {plan.save_at}", log=plan.log)
 
 
 def score(plan: Plan, heldout_prefix: str) -> dict[str, Any]:
@@ -273,15 +273,15 @@ def score(plan: Plan, heldout_prefix: str) -> dict[str, Any]:
     if process.returncode:
         status = exit_status(process.returncode)
         raise DemoError(f"scoring failed with status {status}", status, plan.log)
-    found: dict[str, Any] = json.loads((plan.folder / "score.json").read_text())
-    if found["step"] != plan.train_steps:
-        raise DemoError(f"the checkpoint of step {found['step']} was scored; expected {plan.train_steps}", log=plan.log)
-    return found
+    facts: dict[str, Any] = json.loads((plan.folder / "score.json").read_text())
+    if facts["step"] != plan.train_steps:
+        raise DemoError(f"the checkpoint of step {facts['step']} was scored; expected {plan.train_steps}", log=plan.log)
+    return facts
 
 
 def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> None:
     """Run the whole demo and print its results; raise DemoError if a part or a check fails."""
-    began = time.monotonic()
+    start = time.monotonic()
     plan = Plan(new_folder(output), device, train_steps, score_tokens)
     machine = f"the CPU ({platform.machine()}, {len(os.sched_getaffinity(0))} cores)"
     if device == "cuda":
@@ -299,13 +299,13 @@ def run_demo(output: Path, device: str, train_steps: int, score_tokens: int) -> 
     say(check_resume(plan, first, second))
 
     say("scoring the last checkpoint on the held-out text")
-    found = score(plan, heldout_prefix)
+    result = score(plan, heldout_prefix)
     text = report_page.html(plan.record)
     for target in (plan.folder, output):
         (target / "index.html").write_text(text, encoding="utf-8")
-    report(found)
+    report(result)
     say(f"megacpp-mcore here: PYTHONPATH={ROOT} {sys.executable} -m megacpp_mcore COMMAND …")
-    seconds = round(time.monotonic() - began)
+    seconds = round(time.monotonic() - start)
     say(f"page: {shown(output / 'index.html')}   (all took {seconds // 60}:{seconds % 60:02d})")
 
 
@@ -320,25 +320,25 @@ def new_folder(output: Path) -> Path:
 
 
 def shown(path: Path) -> str:
-    """A path as the user would type it."""
+    """Return a path as the user would type it."""
     return os.path.relpath(path)
 
 
-def percent_under(found: dict[str, Any]) -> float:
-    """How many percent the score is below the unigram entropy."""
-    return 100 * (1 - float(found["bits_per_byte"]) / float(found["unigram_bits_per_byte"]))
+def percent_under(result: dict[str, Any]) -> float:
+    """Return by how many percent the score is below the unigram entropy."""
+    return 100 * (1 - float(result["bits_per_byte"]) / float(result["unigram_bits_per_byte"]))
 
 
-def report(found: dict[str, Any]) -> None:
+def report(result: dict[str, Any]) -> None:
     """Print the score; raise DemoError if it is not good enough."""
-    under = percent_under(found)
+    under = percent_under(result)
     say(
-        f"scored {found['bytes']:,} held-out bytes in windows of {MODEL.seq_length}, each byte predicted once from its own "
+        f"scored {result['bytes']:,} held-out bytes in windows of {MODEL.seq_length}, each byte predicted once from its own "
         "window (the first byte has no context and is skipped)"
     )
     say(
-        f"held-out bits per byte {found['bits_per_byte']:.3f}; unigram entropy of the same bytes "
-        f"{found['unigram_bits_per_byte']:.3f}; {under:.1f} % under"
+        f"held-out bits per byte {result['bits_per_byte']:.3f}; unigram entropy of the same bytes "
+        f"{result['unigram_bits_per_byte']:.3f}; {under:.1f} % under"
     )
     if not under >= MIN_PERCENT_UNDER:
         raise DemoError(
@@ -347,7 +347,7 @@ def report(found: dict[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="demo.py", description="Train nam56r_tiny, kill it, resume it, score it.")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder (default: runs/demo)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")

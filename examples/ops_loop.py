@@ -1,4 +1,4 @@
-"""Trains a hybrid model of plain PyTorch on Python's own sources, by the ops and layers of this package, without Megatron.
+"""Trains a hybrid model of plain PyTorch on Python's own sources, with the ops and layers of this package, without Megatron.
 
     python examples/ops_loop.py [--steps 50] [--device cpu|cuda]
 
@@ -73,7 +73,7 @@ class Hybrid(nn.Module):
 
 
 def batches(device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of Python's standard library, and the bytes that follow; that of the file's end does not count."""
+    """Yield rows of Python's standard library with the next bytes as labels; the end of a file does not count."""
     text = b"".join(path.read_bytes() + b"\0" for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     stream, generator = torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), torch.Generator().manual_seed(1)
     while True:

@@ -1,4 +1,4 @@
-"""Puts Mamba-3 in the place of attention in every second layer of a Llama of transformers, and trains it by our loss.
+"""Replaces attention by Mamba-3 in every second layer of a Llama of transformers, and trains it with our loss.
 
     python examples/ops_transformers.py [--steps 20]
 

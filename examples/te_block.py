@@ -23,7 +23,7 @@ HEADS, GROUPS, FFN = 4, 2, 384
 
 
 class Transformer(nn.Module):
-    """Two blocks between an embedding and the loss. Attention knows no positions: a causal convolution tells neighbours."""
+    """Two blocks between an embedding and the loss. Attention has no positions: a causal convolution mixes neighbours."""
 
     def __init__(self) -> None:
         super().__init__()

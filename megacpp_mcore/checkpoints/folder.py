@@ -1,6 +1,6 @@
-"""The folder of ``--save`` and ``--load``: who saves in it, what its tracker file names, and which checkpoint is whole.
+"""The folder of ``--save`` and ``--load``: which run saves in it, what its tracker file names, and which checkpoint is whole.
 
-:func:`claim` and :func:`choose` are collective: every rank calls them, and all of them raise what one of them finds.
+:func:`claim` and :func:`choose` are collective: every rank calls them, and an error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megacpp_mcore.util.files import is_remote
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = "training.lock"
 VISIBLE_S = 60.0
-"""In which a file of one host is seen on all that share its folder."""
+"""Time within which a file written on one host is visible on all hosts that share its folder."""
 RELEASE = "release"
-"""What a tracker file says instead of a number, of a checkpoint without optimizer state."""
+"""Content of the tracker file, instead of a number, for a checkpoint without optimizer state."""
 
 load_newest_whole = False
 """Whether the newest whole checkpoint replaces a damaged one; set by the spec, from the file of ``MEGACPP_CONFIG``."""
@@ -40,7 +40,7 @@ def read_tracker(folder: Path) -> str | None:
     """Read what the tracker file in ``folder`` names: a number's digits or :data:`RELEASE`; None without a file.
 
     Raises:
-        CheckpointError: the file cannot be read or says something else, or it or the folder is a link to nothing.
+        CheckpointError: the file cannot be read or contains something else, or it or the folder is a dangling link.
     """
     tracker = folder / TRACKER
     _refuse_dangling(folder)
@@ -73,7 +73,7 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool, time
         save, load: as in ``--save`` and ``--load``.
         step: ``--ckpt-step``, if it was passed.
         finetune: whether the run counts iterations from 0 whatever it loads.
-        timeout_minutes: after which collectives end the run; half of it is waited at most to see a file of rank 0.
+        timeout_minutes: of collectives; at most half of it is spent waiting for a file of rank 0 to appear.
 
     Raises:
         CheckpointError: another process saves there; the folder has a checkpoint later than where the run starts, and the run
@@ -83,13 +83,13 @@ def claim(save: str, load: str | None, step: int | None, *, finetune: bool, time
     if _claimed == save or is_remote(save):
         return
     release()
-    seen = _on_rank_0(lambda: _lock(Path(save)))
+    marker = _on_rank_0(lambda: _lock(Path(save)))
     try:
-        sees = gathered(_sees(seen, min(VISIBLE_S, 30 * timeout_minutes)))
+        visible = gathered(_sees(marker, min(VISIBLE_S, 30 * timeout_minutes)))
     finally:
         if _lock_file is not None:
-            _remove(seen)
-    if blind := [str(rank) for rank, one in enumerate(sees) if not one]:
+            _remove(marker)
+    if blind := [str(rank) for rank, is_visible in enumerate(visible) if not is_visible]:
         release()
         raise CheckpointError(
             f"--save {save} on the host of rank 0 is another folder than on that of rank {', '.join(blind)}; all ranks write "
@@ -113,7 +113,7 @@ def release() -> None:
 
 
 def _sees(path: Path, within_s: float) -> bool:
-    """Wait ``within_s`` for ``path`` to exist, and return whether it does: a network's client may remember that it did not."""
+    """Wait up to ``within_s`` for ``path`` to exist; return whether it does. A network client may cache that it did not."""
     until = time.monotonic() + within_s
     while not os.path.exists(path):  # which raises nothing: the others wait
         if time.monotonic() > until:
@@ -123,13 +123,13 @@ def _sees(path: Path, within_s: float) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file that harms nobody; the others wait for no error of rank 0."""
+    """Remove a harmless file; an error on rank 0 would leave the other ranks waiting."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _lock(save: Path) -> Path:
-    """Lock ``save`` and return a new file in it, which is closed: object stores show others no file that is open."""
+    """Lock ``save`` and return a new, closed file in it: object stores show no open file to other hosts."""
     global _lock_file
     _refuse_dangling(save)
     try:
@@ -148,29 +148,29 @@ def _lock(save: Path) -> Path:
             f"{holder} is training and saves in {save}; wait until it ends, or name another --save folder"
         ) from error
     except OSError as error:
-        say(f"{save} is on a file system without locks ({error}): nothing keeps a second training from saving there")
+        say(f"{save} is on a file system without locks ({error}): nothing prevents a second run from saving there")
     holder = f"process {os.getpid()} on {socket.gethostname()}"
-    _lock_file, seen = stream, save / f"{LOCK}.{os.urandom(8).hex()}"
+    _lock_file, marker = stream, save / f"{LOCK}.{os.urandom(8).hex()}"
     try:
         stream.truncate(0)
         stream.write(holder)
         stream.flush()
         os.fsync(stream.fileno())
-        for left in save.glob(f"{LOCK}.*"):  # by a start that was killed
-            _remove(left)
-        seen.write_text(holder, encoding="utf-8")
+        for leftover in save.glob(f"{LOCK}.*"):  # from a start that was killed
+            _remove(leftover)
+        marker.write_text(holder, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
             f"--save {save} cannot be written ({error}); make room, or name another folder"
         ) from error
-    return seen
+    return marker
 
 
 def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> bool:
     """Refuse a run that starts from ``load`` and would replace later checkpoints; return whether an earlier start would."""
     numbers = _iterations(save)[1]
     if load is not None and os.path.realpath(load) == os.path.realpath(save):
-        if step and numbers and step < numbers[0]:  # of one that a tracker file leaves behind, choose() says it
+        if step and numbers and step < numbers[0]:  # choose() reports one that a tracker file leaves behind
             say(f"{save} has a checkpoint of iteration {numbers[0]}: this run, from --ckpt-step {step}, replaces it")
         return False
     tracker = read_tracker(save)
@@ -188,14 +188,14 @@ def _refuse_to_overwrite(save: Path, load: Path | None, step: int | None) -> boo
 
 def _iterations(folder: Path) -> tuple[list[Path], list[int]]:
     """Return the folders of iterations in ``folder``, and the numbers of those that a save has completed, latest first."""
-    # Megatron takes --ckpt-step 0 for none: what is at iteration 0 is loaded by the tracker file alone.
-    found = [path for path in folder.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
-    complete = [path for path in found if torch_files(path) or _is_complete(path)]
-    return sorted(found), sorted((int(path.name[5:]) for path in complete), reverse=True)
+    # Megatron takes --ckpt-step 0 as unset: a checkpoint of iteration 0 is loaded only through the tracker file.
+    folders = [path for path in folder.glob("iter_*[1-9]*") if path.name[5:].isdecimal()]
+    complete = [path for path in folders if torch_files(path) or _is_complete(path)]
+    return sorted(folders), sorted((int(path.name[5:]) for path in complete), reverse=True)
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether the last file is there: ``metadata.json``; ``.metadata`` of ``torch_dcp``, which has no common state."""
+    """Return whether the last file exists: ``metadata.json``, or ``.metadata`` for ``torch_dcp``, which has no common state."""
     metadata = folder / METADATA
     has_common = (folder / "common.pt").exists() or (metadata.exists() and COMMON.encode() in metadata.read_bytes())
     return metadata.exists() and ((folder / CONFIG).exists() or not has_common)
@@ -213,37 +213,37 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
     later: list[int] = []
     if named is not None:
         folder = iteration_folder(load, named)
-        if found := _damages(folder, by_digests):
-            problem = _problem(folder, found)
+        if damaged := _damages(folder, by_digests):
+            problem = _problem(folder, damaged)
             later = [number for number in numbers if named != RELEASE and number > int(named)]
             numbers = [number for number in numbers if named == RELEASE or number < int(named)]
         elif not (folder / MANIFEST).exists() and not torch_files(folder):
             say(f"{folder} has no {MANIFEST}: its files are not checked for flipped bits")
     if problem is None:
         return step
-    whole = None
-    for number in (*numbers, *later):  # the later ones only to be named: somebody may have gone back on purpose
-        if not (found := _damages(folder := iteration_folder(load, str(number)), by_digests)):
-            whole = number
+    newest = None
+    for number in (*numbers, *later):  # the later ones are only named: the user may have gone back on purpose
+        if not (damaged := _damages(folder := iteration_folder(load, str(number)), by_digests)):
+            newest = number
             break
-        problem += f"; {folder}: {', '.join(found)}"
-    if whole in numbers and (load_newest_whole or is_lost):
+        problem += f"; {folder}: {', '.join(damaged)}"
+    if newest in numbers and (load_newest_whole or is_lost):
         if named is not None:  # a run that saves here will come to it
             _on_rank_0(lambda: _refuse_dangling(iteration_folder(load, named)))
-        say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(whole))}")
-        return whole
+        say(f"{problem}; loading the newest whole checkpoint, {iteration_folder(load, str(newest))}")
+        return newest
     if is_first:
         say(f"{problem}; its first save was not completed: starting from scratch")
         return None
-    if whole is None:
-        anew = "; to start from scratch, remove all of them" if is_lost else ""
+    if newest is None:
+        restart_hint = "; to start from scratch, remove all of them" if is_lost else ""
         raise CheckpointError(
-            f"{problem}; no whole checkpoint exists: restore the file from a copy{anew}", code="none-whole"
+            f"{problem}; no whole checkpoint exists: restore the file from a copy{restart_hint}", code="none-whole"
         )
-    by_itself = ", or set checkpoints: {load_newest_whole: true} in the file of MEGACPP_CONFIG"
+    setting_hint = ", or set checkpoints: {load_newest_whole: true} in the file of MEGACPP_CONFIG"
     raise CheckpointError(
-        f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(whole))}: to continue from it, write {whole} "
-        f"to {load / TRACKER}{'' if whole in later else by_itself}",
+        f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(newest))}: to continue from it, write {newest} "
+        f"to {load / TRACKER}{'' if newest in later else setting_hint}",
         code="damaged",
     )
 
@@ -263,9 +263,9 @@ def choose_non_persistent(
     named = str(step) if step else _on_rank_0(lambda: None if load is None else read_tracker(load))
     if iteration < (-1 if named is None else 0 if named == RELEASE else int(named)):
         return False
-    if folder is None or not (found := _damages(made := iteration_folder(folder, str(iteration)), **how)):
+    if folder is None or not (damaged := _damages(checkpoint := iteration_folder(folder, str(iteration)), **how)):
         return True
-    problem = _problem(made, found)
+    problem = _problem(checkpoint, damaged)
     if named is None or not load_newest_whole:
         raise CheckpointError(
             f"{problem}; to load the persistent checkpoint, if there is one, remove {folder}, or set checkpoints: "
@@ -277,8 +277,8 @@ def choose_non_persistent(
 
 
 def _problem(folder: Path, damages: list[str]) -> str:
-    """Say what is wrong with the checkpoint in ``folder``; raise if this user may not read it, which is no damage."""
-    if denied := [one for one in damages if isinstance(one, Unreadable)]:
+    """Describe the damage to the checkpoint in ``folder``; raise if this user may not read it, which is not damage."""
+    if denied := [damage for damage in damages if isinstance(damage, Unreadable)]:
         raise CheckpointError(
             f"the checkpoint {folder} cannot be read: {'; '.join(denied)}; expected files that this user may read: change "
             "their permissions, or name a copy",
@@ -292,15 +292,15 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
 
     Returns:
         The checkpoint to load, as in a tracker file; why none is named; the iterations of all complete distributed
-        checkpoints, latest first; whether there is no tracker file for them; and whether all of the folder can be the rest of a
-        run that was killed in its first save.
+        checkpoints, latest first; whether they lack a tracker file; and whether the folder may hold only the remains of
+        a run that was killed in its first save.
     """
-    found, numbers = _iterations(load)
+    dirs, numbers = _iterations(load)
     if step:
         if not (folder := iteration_folder(load, str(step))).exists() and not folder.is_symlink():
-            there = ", ".join(map(str, sorted(numbers or [int(path.name[5:]) for path in found]))) or "none"
+            available = ", ".join(map(str, sorted(numbers or [int(path.name[5:]) for path in dirs]))) or "none"
             raise CheckpointError(
-                f"--ckpt-step {step}: there is no {folder}; the iterations in {load} are {there}: name one"
+                f"--ckpt-step {step}: {folder} does not exist; the iterations in {load} are {available}: name one"
             )
         return str(step), None, numbers, False, False
     try:
@@ -308,9 +308,9 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
     except CheckpointError as error:
         return None, str(error), numbers, False, False
     if named is None:
-        lacking = [f"; {path}: lacks {METADATA} or {CONFIG}" for path in found if int(path.name[5:]) not in numbers]
-        problem = f"{load} has checkpoints, but no {TRACKER}{''.join(lacking)}" if found else None
-        return None, problem, numbers, True, len(found) == 1 and not (found[0] / MANIFEST).exists()
+        partial = [f"; {path}: lacks {METADATA} or {CONFIG}" for path in dirs if int(path.name[5:]) not in numbers]
+        problem = f"{load} has checkpoints, but no {TRACKER}{''.join(partial)}" if dirs else None
+        return None, problem, numbers, True, len(dirs) == 1 and not (dirs[0] / MANIFEST).exists()
     if numbers and named != RELEASE and int(named) < numbers[0]:
         say(
             f"{load / TRACKER} names iteration {named}, and {numbers[0]} is there, too: a run that saves here replaces "
@@ -320,9 +320,9 @@ def _look(load: Path, step: int | None) -> tuple[str | None, str | None, list[in
 
 
 def _damages(folder: Path, by_digests: bool = True) -> list[str]:
-    """As :func:`damages`, by all ranks together."""
+    """As :func:`damages`, with the files split over all ranks."""
     shares = gathered(damages(folder, *rank_and_size(), by_digests=by_digests))
-    return list(dict.fromkeys(one for found in shares for one in found))
+    return list(dict.fromkeys(damage for share in shares for damage in share))
 
 
 def _on_rank_0[T](compute: Callable[[], T]) -> T:

@@ -31,12 +31,12 @@ MANIFEST = "integrity.json"
 CONFIG = "metadata.json"
 METADATA = ".metadata"
 COMMON = "common_state/shard_0_1"
-"""Megatron's name of what is the same on all ranks."""
+"""Megatron's name for the state that is the same on all ranks."""
 
 _ID = "manifest_id"
 """Key in the manifest and in ``metadata.json``, where Megatron ignores keys that it does not know."""
 _SUFFIX = ".sha256"
-"""Of the file with the digest of a file of this checkpoint, until the manifest has been written."""
+"""Of the file that holds another file's digest until the manifest has been written."""
 _CHUNK = 1 << 23
 _POLL_S, _LONGEST_PAUSE_S = 0.005, 0.2
 
@@ -111,14 +111,14 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """Read, by name, the plain values of Megatron's common state in ``folder``, if it has any; its arguments are among them.
+    """Read the plain values of Megatron's common state in ``folder``, if any, by name; the run's arguments are among them.
 
     No code from it is run.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    place: Any = next((one for index, one in metadata.storage_data.items() if index.fqn == COMMON), None)
+    place: Any = next((info for index, info in metadata.storage_data.items() if index.fqn == COMMON), None)
     path = folder / (place.relative_path if place is not None else "common.pt")
     if place is None and not path.exists():
         return {}
@@ -127,7 +127,7 @@ def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
             stream.seek(0 if place is None else place.offset)
             content = stream.read(-1 if place is None else place.length)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            (name,) = (one for one in archive.namelist() if one.endswith("data.pkl"))
+            (name,) = (member for member in archive.namelist() if member.endswith("data.pkl"))
             state = _PlainUnpickler(io.BytesIO(archive.read(name))).load()
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
@@ -144,25 +144,25 @@ def digested(path: Path) -> Iterator[None]:
     The digest goes to a file next to it, for :func:`write_manifest`, which computes those that are missing: no error here fails
     the save, and Megatron would wait forever for a writer that raises outside of its own handler.
     """
-    known, written = path.with_name(path.name + _SUFFIX), threading.Event()
-    following = threading.Thread(target=_follow, args=(path, known, written))
+    digest_file, written = path.with_name(path.name + _SUFFIX), threading.Event()
+    thread = threading.Thread(target=_follow, args=(path, digest_file, written))
     with contextlib.suppress(OSError, RuntimeError):
-        for left in (known, path):  # by an interrupted save: the thread would read that
-            left.unlink(missing_ok=True)
-        following.start()
+        for leftover in (digest_file, path):  # by an interrupted save: the thread would read that
+            leftover.unlink(missing_ok=True)
+        thread.start()
     try:
         yield
     finally:
         written.set()
-        if following.is_alive():
-            following.join()
+        if thread.is_alive():
+            thread.join()
 
 
 def save_with_digests(save: Callable[..., None], rank: int, write_buckets: list[Any], results: Any) -> None:
-    """Write a rank's files by Megatron's ``save``, each :func:`digested`; a spawned worker finds this function by its name.
+    """Write a rank's files with Megatron's ``save``, each :func:`digested`; a spawned worker finds this function by its name.
 
     ``save`` is ``FileSystemWriterAsync.write_preloaded_data_multithread`` without its first arguments; ``write_buckets`` has
-    of each file its path, its key and its content.
+    the path, key and content of each file.
     """
     with contextlib.ExitStack() as files:
         for path, *_ in write_buckets:
@@ -170,8 +170,8 @@ def save_with_digests(save: Callable[..., None], rank: int, write_buckets: list[
         save(rank, write_buckets, results)
 
 
-def _follow(path: Path, known: Path, written: threading.Event) -> None:
-    """Write the digest of a file that grows until ``written`` is set to ``known``, unless it does not exist then."""
+def _follow(path: Path, digest_file: Path, written: threading.Event) -> None:
+    """Hash ``path`` as it grows until ``written`` is set, and write ``digest_file``; nothing if it never appears."""
     with contextlib.suppress(OSError):
         pause_s = _POLL_S
         while not path.exists():
@@ -185,7 +185,7 @@ def _follow(path: Path, known: Path, written: threading.Event) -> None:
                 if size := stream.readinto(chunk):
                     digest.update(chunk[:size])
                 elif is_last:
-                    return replace(known, digest.hexdigest().encode())
+                    return replace(digest_file, digest.hexdigest().encode())
                 else:
                     written.wait(_POLL_S)
 
@@ -203,9 +203,9 @@ def write_manifest(folder: Path) -> None:
         replace(config, json.dumps({**json.loads(config.read_bytes()), _ID: manifest_id}).encode())
 
     def digest_of(path: Path) -> str:
-        known = path.with_name(path.name + _SUFFIX)
-        is_newer = known.exists() and known.stat().st_mtime_ns >= path.stat().st_mtime_ns
-        return known.read_text() if is_newer else sha256_of(path)
+        digest_file = path.with_name(path.name + _SUFFIX)
+        is_newer = digest_file.exists() and digest_file.stat().st_mtime_ns >= path.stat().st_mtime_ns
+        return digest_file.read_text() if is_newer else sha256_of(path)
 
     paths = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != _SUFFIX]
     paths = [path for path in paths if path.name != MANIFEST and TEMPORARY not in path.name]
@@ -223,7 +223,7 @@ def _manifest_text(files: dict[str, str], manifest_id: str) -> str:
 
 
 class Unreadable(str):
-    """A damage that is none: this user may not read the file."""
+    """Not damage: a file that this user may not read."""
 
 
 def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: bool = True) -> list[str]:
@@ -241,21 +241,21 @@ def damages(folder: Path, rank: int = 0, world_size: int = 1, *, by_digests: boo
             if folder.is_symlink() and not folder.exists():
                 return [f"it is a link to {folder.readlink()}, which does not exist"]
             if not any(folder.glob("mp_rank_*")):
-                return [f"{METADATA}: not found, and no other file of a checkpoint is there"]
+                return [f"{METADATA}: not found, nor any other file of a checkpoint"]
             if empty := [path.name for path in sorted(folder.glob("mp_rank_*")) if not any(path.glob("*.pt"))]:
                 return [f"{name}: has no file of a checkpoint (.pt)" for name in empty]
             share = torch_files(folder)[rank::world_size] if by_digests else []
             with ThreadPoolExecutor(max_workers=8) as pool:
-                return [one for one in pool.map(_zip_damage, share) if one]
+                return [fault for fault in pool.map(_zip_damage, share) if fault]
         files = _manifest(folder) if by_digests else None
         if files is None:
             return _structural_damages(folder) if rank == 0 else []
         with ThreadPoolExecutor(max_workers=8) as pool:
             names = sorted(files)[rank::world_size]
-            found = [one for one in pool.map(lambda name: _damage(folder / name, files[name]), names) if one]
-        if METADATA in names and not found:
+            faults = [fault for fault in pool.map(lambda name: _damage(folder / name, files[name]), names) if fault]
+        if METADATA in names and not faults:
             read_metadata(folder)  # refuses code, also with a matching digest
-        return found
+        return faults
     except Exception as error:  # a damaged pickle can hold anything; the other ranks wait for an answer
         damage = str(error) if isinstance(error, CheckpointError | OSError) else f"{METADATA}: damaged ({error!r})"
         return [Unreadable(damage) if isinstance(error.__cause__ or error, PermissionError) else damage]
@@ -303,7 +303,7 @@ def _manifest(folder: Path) -> dict[str, str] | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST}: damaged ({error!r})") from error
     if announced is not None and content[_ID] != announced:
-        raise CheckpointError(f"{CONFIG}, {MANIFEST}: one of them is damaged, or of another checkpoint")
+        raise CheckpointError(f"{CONFIG}, {MANIFEST}: one of them is damaged, or belongs to another checkpoint")
     return files
 
 
@@ -313,12 +313,12 @@ def _damage(path: Path, digest: str) -> str | None:
     except FileNotFoundError:
         return f"{path.name}: not found"
     except OSError as error:
-        found = f"{path.name}: cannot be read ({error})"
-        return Unreadable(found) if isinstance(error, PermissionError) else found
+        problem = f"{path.name}: cannot be read ({error})"
+        return Unreadable(problem) if isinstance(error, PermissionError) else problem
 
 
 def _structural_damages(folder: Path) -> list[str]:
-    """List what is wrong with a checkpoint without a manifest, by what its metadata says."""
+    """List what is wrong with a checkpoint without a manifest, according to its metadata."""
     config = folder / CONFIG
     if not config.exists() and COMMON.encode() in (folder / METADATA).read_bytes():
         return [f"{CONFIG}: not found"]
@@ -331,10 +331,10 @@ def _structural_damages(folder: Path) -> list[str]:
     ends: dict[str, int] = {}
     for place in read_metadata(folder).storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    found = []
+    problems = []
     for name, end in ends.items():
         path = folder / name
         size = path.stat().st_size if path.exists() else None
         if size is None or size < end:
-            found.append(f"{name}: not found" if size is None else f"{name}: has {size} bytes, of at least {end}")
-    return found
+            problems.append(f"{name}: not found" if size is None else f"{name}: has {size} bytes, of at least {end}")
+    return problems

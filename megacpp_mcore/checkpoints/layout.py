@@ -23,7 +23,7 @@ KEY = "megacpp_layout"
 EXPERTS_KEY = "megacpp_experts"
 """Key there of the saved model's ``experts`` backend; if absent, ``stock``."""
 MODEL_KEY = "megacpp_model"
-"""Key there of what changes a forward pass and shows in no Megatron argument and no parameter's name or shape, by name."""
+"""Key there of settings, by name, that change the forward pass but show in no Megatron argument, parameter name or shape."""
 LOADED_FROM = "megacpp_loaded_from"
 """Key there under which the patch checkpoint-layout notes the folder of a checkpoint being loaded."""
 FORMAT = "distrib_optim_sharding_type"
@@ -32,33 +32,33 @@ FULLY, FLAT = "fully_reshardable", "dp_reshardable"
 UNSHARDED = "megacpp_unsharded_optimizer"
 """Key there under which that patch notes that the checkpoint's optimizer was not distributed."""
 REMAINDER = "optimizer.state.remainder"
-"""Prefix, in the fully reshardable format, of what 16-bit weights leave of main parameters; Megatron's is that of ``param``."""
+"""Prefix, in the fully reshardable format, of what main parameters add to 16-bit weights; Megatron's is that of ``param``."""
 RESAVE = (
     "load it once as it was saved, by the version that saved it, and save it for every layout "
     "(--dist-ckpt-optim-fully-reshardable --ckpt-convert-format torch_dist --ckpt-convert-save NEW, then name NEW/torch_dist)"
 )
-"""What to do with a checkpoint that is cut as its run was."""
+"""What to do with a checkpoint that is sharded like its run."""
 YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow")
-"""What of YaRN is in Megatron's configuration, and in no argument."""
+"""YaRN settings that are in Megatron's configuration but in no argument."""
 _SIZES = tuple(f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert"))
 
-_weights_alone = False
+_without_optimizer = False
 
 
 def load_into(optimizer: Any) -> AbstractContextManager[Any]:
     """While Megatron's loop loads a checkpoint without an ``optimizer``, as a teacher's, refuse nothing for its state."""
-    return mock.patch(f"{__name__}._weights_alone", optimizer is None)
+    return mock.patch(f"{__name__}._without_optimizer", optimizer is None)
 
 
 def recorded(model: Model) -> dict[str, Any]:
-    """Return what of ``model`` changes a forward pass and shows in no Megatron argument and no parameter."""
+    """Return the settings of ``model`` that change the forward pass but show in no Megatron argument and no parameter."""
     full_attention = [number for number, role in enumerate(model.roles, 1) if role == FULL_ATTENTION]
-    ssm, yarn, found = model.mamba3, model.mla.yarn, {}
+    ssm, yarn, record = model.mamba3, model.mla.yarn, {}
     if model.mtp.depth and model.mtp.attention == WINDOWED:
-        found["mtp.attention"] = WINDOWED
+        record["mtp.attention"] = WINDOWED
     if yarn:
-        found |= {f"mla.yarn.{name}": getattr(yarn, name) for name in YARN}
-    return found | {
+        record |= {f"mla.yarn.{name}": getattr(yarn, name) for name in YARN}
+    return record | {
         "mamba3.decay_activation": ssm.decay_activation,
         "mamba3.a_floor": ssm.a_floor,
         "layers of full attention": full_attention,
@@ -87,19 +87,19 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         if experts is not None:
             metadata[EXPERTS_KEY] = experts
         return
-    found = metadata.get(KEY)
-    if found != LAYOUT:
+    layout = metadata.get(KEY)
+    if layout != LAYOUT:
         raise CheckpointError(
-            f"the checkpoint {folder} has {KEY} {found}, expected {LAYOUT}; load it with the version of megacpp-mcore that "
+            f"the checkpoint {folder} has {KEY} {layout}, expected {LAYOUT}; load it with the version of megacpp-mcore that "
             "saved it"
         )
-    other = metadata.get(MODEL_KEY, {})  # none before 0.2.0
+    saved_model = metadata.get(MODEL_KEY, {})  # none before 0.2.0
     args = _arguments()
-    goes_on = args is None or not args.finetune
-    for name in {**other, **model} if other and goes_on else ():
-        if other.get(name) != model.get(name):
+    continues = args is None or not args.finetune
+    for name in {**saved_model, **model} if saved_model and continues else ():
+        if saved_model.get(name) != model.get(name):
             raise CheckpointError(
-                f"the checkpoint {folder} is of a model whose {name} is {other.get(name)}, and the run's is "
+                f"the checkpoint {folder} is of a model whose {name} is {saved_model.get(name)}, and the run's is "
                 f"{model.get(name)}; no argument of Megatron's shows it: name in MEGACPP_CONFIG the file that it was trained "
                 "with, or load only its weights into this model (--finetune)"
             )
@@ -107,7 +107,7 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
     if (
         experts not in (None, saved)
         and metadata.get(FORMAT) == FLAT
-        and not _weights_alone
+        and not _without_optimizer
         and (args is None or not (args.no_load_optim or args.finetune))
     ):
         # Flat buffers concatenate all parameters: ours and stock's have equal length but different order.
@@ -117,11 +117,11 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
 
 
 def refuse_other_layout(state: Any, folder: str) -> None:
-    """Refuse what Megatron's loop has read of a checkpoint, if only a run that is cut as the saved one was can load it.
+    """Refuse the checkpoint that Megatron's loop has read, if only a run sharded like the saved one can load it.
 
     Args:
         state: has the saved run's arguments and, in the format torch_dist, the content metadata.
-        folder: which was loaded; a teacher's and a pretrained model's are others than ``--load``.
+        folder: the one being loaded; for a teacher or a pretrained model it is not ``--load``.
 
     Raises:
         CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step;
@@ -131,10 +131,10 @@ def refuse_other_layout(state: Any, folder: str) -> None:
     if run is None or saved is None or run.finetune:
         return
     is_torch = getattr(saved, "ckpt_format", None) == "torch"
-    has_optimizer = not (_weights_alone or run.no_load_optim or getattr(saved, "no_save_optim", False))
-    if has_optimizer and (was := _keeps(saved)) != (are := _keeps(run)):
+    has_optimizer = not (_without_optimizer or run.no_load_optim or getattr(saved, "no_save_optim", False))
+    if has_optimizer and (old := _keeps(saved)) != (new := _keeps(run)):
         raise CheckpointError(
-            f"the checkpoint {folder} has main parameters {was}, and the run keeps them {are}; train as it was saved, or load "
+            f"the checkpoint {folder} has main parameters {old}, and the run keeps them {new}; train as it was saved, or load "
             "without the optimizer's state (--no-load-optim), from which main parameters begin as the weights"
         )
     names = (*_SIZES, "use_distributed_optimizer") if has_optimizer else _SIZES
@@ -163,26 +163,26 @@ def refuse_other_layout(state: Any, folder: str) -> None:
 
 
 def _keeps(args: Any) -> str:
-    """Say in what form an optimizer keeps a bf16 model's main parameters, or that of a checkpoint did."""
-    as_rest = getattr(args, "use_precision_aware_optimizer", False) and getattr(args, "bf16", False)
-    for name, others in (
+    """Describe how a run's or checkpoint's optimizer keeps the main parameters of a bf16 model."""
+    as_remainders = getattr(args, "use_precision_aware_optimizer", False) and getattr(args, "bf16", False)
+    for name, excluded in (
         ("optimizer_cpu_offload", (True,)),
         ("use_megatron_fsdp", (True,)),
         ("main_params_dtype", ("fp16", "torch.float16")),
         ("fp8_recipe", ("tensorwise", "mxfp8", "blockwise", "custom")),
     ):
-        as_rest = as_rest and str(getattr(args, name, None)) not in map(str, others)
-    return "as remainders (--use-precision-aware-optimizer)" if as_rest else "whole"
+        as_remainders = as_remainders and str(getattr(args, name, None)) not in map(str, excluded)
+    return "as remainders (--use-precision-aware-optimizer)" if as_remainders else "whole"
 
 
 def flat_folder(state: Any) -> str | None:
-    """Return the folder of a checkpoint with flat buckets, by what Megatron has read of it first; else None."""
+    """Return the folder of a checkpoint with flat buckets, from the common state that Megatron has read; else None."""
     content = (state or {}).get("content_metadata") or {}
     return content.get(LOADED_FROM) if content.get(FORMAT) == FLAT else None
 
 
 def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
-    """Refuse a checkpoint whose flat buckets are not those that the run is about to load; every rank has to call this.
+    """Refuse a checkpoint whose flat buckets differ from the run's; every rank has to call this.
 
     Raises:
         CheckpointError: a bucket of any rank differs. A stage without trainable parameters refuses, too.
@@ -192,24 +192,24 @@ def refuse_other_buckets(folder: str, sharded_state_dict: Any) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # also of object storage
 
-    found = ""
+    diff = ""
     try:
         stored = _get_filesystem_reader(folder).read_metadata().state_dict_metadata
         for entry in nested_values(sharded_state_dict):
             if isinstance(entry, ShardedTensor) and "optimizer.distributed.dp_group_idx_" in entry.key:
                 size = getattr(stored.get(entry.key), "size", None)
                 if size != entry.global_shape:
-                    found = f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
+                    diff = f"{entry.key} has the shape {size and list(size)}, and the run's {list(entry.global_shape)}"
                 elif (kept := stored[entry.key].properties.dtype) != entry.dtype and torch.int16 in (kept, entry.dtype):
-                    found = f"{entry.key} is {kept}, and the run's {entry.dtype}: remainders and whole main parameters"
+                    diff = f"{entry.key} is {kept}, and the run's {entry.dtype}: remainders and whole main parameters"
     except Exception as error:
-        found = f"reading its metadata ended in {type(error).__name__}: {error}"
-    if different := list(filter(None, gathered(found))):
+        diff = f"reading its metadata failed with {type(error).__name__}: {error}"
+    if different := list(filter(None, gathered(diff))):
         refuse_flat_state(folder, different[0])
 
 
 def refuse_flat_state(folder: str, difference: str) -> NoReturn:
-    """Refuse the distributed optimizer's state in Megatron's default format, for a run that is not cut as the saved one was.
+    """Refuse the distributed optimizer's state in Megatron's default format, for a run sharded unlike the saved one.
 
     Raises:
         CheckpointError: always, with the remedy.

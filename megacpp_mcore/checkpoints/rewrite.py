@@ -1,6 +1,6 @@
-"""Gives entries of a checkpoint in the format torch_dist other names, without a model or a process group.
+"""Renames the entries of a torch_dist checkpoint, without a model or a process group.
 
-Files are copied byte for byte. Only the metadata, which says where in them each name's values lie, is another one.
+Files are copied byte for byte. Only the metadata, which maps each name to places in them, is rewritten.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
         raise CheckpointError(
             f"{folder} is called {folder.name!r}, which no tracker file can name; expected iter_NUMBER or release: rename it"
         )
-    if found := damages(folder):
+    if damaged := damages(folder):
         raise CheckpointError(
-            f"{folder} is damaged: {'; '.join(found)}; restore it from a copy, or name another iteration"
+            f"{folder} is damaged: {'; '.join(damaged)}; restore it from a copy, or name another iteration"
         )
     metadata = read_metadata(folder)
     if buckets := next((name for name in metadata.state_dict_metadata if _BUCKETS in name), None):
@@ -70,7 +70,7 @@ def rewrite(old: Path, new: Path, plan: Callable[[Path, Sequence[str]], Changes]
     )
     with new_folder(new) as unfinished:
         target = unfinished / folder.name
-        # Without modes: what cannot be written in the old folder can be in the new one.
+        # Without modes: what is read-only in the old folder is writable in the new one.
         skipped = shutil.ignore_patterns(METADATA, MANIFEST)
         shutil.copytree(folder, target, copy_function=shutil.copyfile, ignore=skipped)
         target.chmod(0o755)
@@ -88,7 +88,7 @@ def newest_iteration(old: Path) -> Path:
     """Return the folder of one iteration: ``old``, or that of the latest one in ``old``.
 
     Raises:
-        CheckpointError: it is no checkpoint in the format torch_dist.
+        CheckpointError: it is not a checkpoint in the format torch_dist.
     """
     if (old / METADATA).is_file():
         return old.absolute()

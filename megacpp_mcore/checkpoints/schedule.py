@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint for another DSA schedule: layers that become Full get an indexer, those that are not any more lose it.
+"""Rewrites a checkpoint for another DSA schedule: layers that become Full get an indexer, those that cease to be lose it.
 
 A layer that becomes Full starts with a copy of the nearest indexer below (which served it, if it was Shared) or else above,
 optimizer state included. It scores its own input with it, and so attends to other keys than before. Nothing else of a layer
@@ -28,7 +28,7 @@ class Rescheduled:
 
     Attributes:
         lost: layers whose indexer was removed, 1-based.
-        became_full: layers that got an indexer, to the layer it was copied from.
+        became_full: each layer that got an indexer, mapped to the layer it was copied from.
     """
 
     folder: Path
@@ -55,18 +55,18 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
             "indexer to begin with; make them 'W' (a window), or name a checkpoint with one"
         )
     lost = tuple(sorted(has - wants))
-    full = {new: min(has, key=lambda one: (one > new, abs(one - new))) for new in sorted(wants - has)}
+    full = {new: min(has, key=lambda layer: (layer > new, abs(layer - new))) for new in sorted(wants - has)}
 
     def plan(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
-        found = [match for match in map(_INDEXER.fullmatch, names) if match]
-        present = {int(match["layer"]) + 1 for match in found}
+        matches = [match for match in map(_INDEXER.fullmatch, names) if match]
+        present = {int(match["layer"]) + 1 for match in matches}
         if present != has:
             raise CheckpointError(
                 f"{folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "
                 f"{model.dsa.schedule} in {sorted(has)}; name the model that was trained, by MEGACPP_CONFIG if not a preset"
             )
         changes: dict[str, list[str]] = {}
-        for match in found:
+        for match in matches:
             layer = int(match["layer"]) + 1
             copies = [number for number, served in full.items() if served == layer]
             stays = [layer] if layer in wants else []

@@ -1,4 +1,4 @@
-"""A new folder that is either complete or not there."""
+"""A new folder that is either complete or does not exist."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FULL = re.compile(r"No space left on device|Disk quota exceeded")
 
 @contextlib.contextmanager
 def new_folder(new: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``new`` that becomes it at the end, flushed to disk; after an error nothing is left.
+    """Yield an empty folder next to ``new`` that becomes it at the end, flushed to disk; after an error nothing is left.
 
     Raises:
-        CheckpointError: ``new`` exists, another process is writing it or was killed at that, or it cannot be written.
+        CheckpointError: ``new`` exists, another process is writing it or was killed while doing so, or it cannot be written.
     """
     new = Path(os.path.abspath(new))
     unfinished = new.with_name(f"{new.name}.partial")
@@ -42,8 +42,8 @@ def new_folder(new: Path) -> Iterator[Path]:
         flush_to_disk(new.parent)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        # safetensors and torch have errors of their own for a full disk, one behind another.
-        said = _FULL.search("".join(traceback.format_exception(error)))
-        if not isinstance(error, OSError) and not (said and isinstance(error, Exception)):
+        # safetensors and torch raise their own, chained errors for a full disk.
+        full_disk = _FULL.search("".join(traceback.format_exception(error)))
+        if not isinstance(error, OSError) and not (full_disk and isinstance(error, Exception)):
             raise
-        raise CheckpointError(f"{new} cannot be written: {error if said is None else said[0]}") from error
+        raise CheckpointError(f"{new} cannot be written: {error if full_disk is None else full_disk[0]}") from error

@@ -1,7 +1,7 @@
 """Exported models in Megatron-Bridge's AutoBridge: ``import_ckpt``, ``export_ckpt``, ``save_hf_pretrained`` and the like.
 
-:func:`megacpp_mcore.nemo_recipes.bridge.prepare` registers it. Weights go by the keys and places of Megatron's sharded state,
-for which the export has its table (:mod:`megacpp_mcore.huggingface.names`), so every layout is read and written. Written
+:func:`megacpp_mcore.nemo_recipes.bridge.prepare` registers it. Weights are matched by keys and offsets of Megatron's sharded
+state, for which the export has a table (:mod:`megacpp_mcore.huggingface.names`), so every layout is read and written. Written
 against megatron-bridge 0.6.2.
 """
 
@@ -50,12 +50,12 @@ class NAM56RBridge(MegatronModelBridge):
         )
         model = _model(hf_pretrained)
         run = Run(model=model, training=plan, settings=from_environment())
-        found = provider(run)
-        found.hybrid_layer_pattern = hybrid.plan(model, run.layout).text
-        found.vocab_size, found.should_pad_vocab = hf_pretrained.config.vocab_size, True
-        found.make_vocab_size_divisible_by = lowering.padding_of(1)
-        found.bf16, found.params_dtype = dtype == torch.bfloat16, dtype
-        return found
+        model_provider = provider(run)
+        model_provider.hybrid_layer_pattern = hybrid.plan(model, run.layout).text
+        model_provider.vocab_size, model_provider.should_pad_vocab = hf_pretrained.config.vocab_size, True
+        model_provider.make_vocab_size_divisible_by = lowering.padding_of(1)
+        model_provider.bf16, model_provider.params_dtype = dtype == torch.bfloat16, dtype
+        return model_provider
 
     def mapping_registry(self) -> NoReturn:
         """Refuse what Bridge does parameter by parameter."""
@@ -66,7 +66,7 @@ class NAM56RBridge(MegatronModelBridge):
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: Any, allowed_mismatched_params: list[str] | None = None
     ) -> list[Any]:
-        """Copy every weight of the export to where this rank has it; rows that pad the vocabulary become zeros.
+        """Copy this rank's part of every weight of the export; rows that pad the vocabulary become zeros.
 
         Raises:
             CheckpointError: a weight is missing, or has another shape; names it.
@@ -94,11 +94,11 @@ class NAM56RBridge(MegatronModelBridge):
             if is_main_replica(piece.replica_id):
                 own[piece.key].append(piece)
         places: list[Any] = [None] * dist.get_world_size()
-        # A piece without its data: what another rank has to receive it.
+        # A piece without its data: what another rank needs to receive it.
         dist.all_gather_object(places, {key: [piece.without_data() for piece in own[key]] for key in own})
         device = next((pieces[0].data.device for pieces in own.values()), "cpu")
         for tensor in tensors(model):
-            whole: Any = None
+            full: Any = None
             for rank, of_rank in enumerate(places):
                 for number, piece in enumerate(of_rank.get(tensor.key, ())):
                     if rank == dist.get_rank():
@@ -106,18 +106,18 @@ class NAM56RBridge(MegatronModelBridge):
                     else:
                         data = torch.empty(piece.local_shape, dtype=piece.dtype, device=device)
                     dist.broadcast(data, src=rank)
-                    whole = data.new_zeros(piece.global_shape) if whole is None else whole
-                    whole[_place(piece)] = data
-            if whole is None:
+                    full = data.new_zeros(piece.global_shape) if full is None else full
+                    full[_place(piece)] = data
+            if full is None:
                 raise CheckpointError(f"no rank has {tensor.key}; expected all weights of {model.name}")
-            whole = whole[: tensor.shape[0]].to(weight_dtype or whole.dtype)
-            yield HFWeightTuple(tensor.name, whole.cpu() if cpu else whole)
+            full = full[: tensor.shape[0]].to(weight_dtype or full.dtype)
+            yield HFWeightTuple(tensor.name, full.cpu() if cpu else full)
 
 
 def _marked(original: Callable[..., None]) -> Callable[..., None]:
-    """Replace Bridge's ``save_megatron_model``, whose way with little memory loses what marks a checkpoint of our layers.
+    """Replace Bridge's ``save_megatron_model``, whose low-memory path loses what marks a checkpoint of our layers.
 
-    It builds the checkpoint's metadata when the model, which marks them, is gone.
+    That path builds the checkpoint's metadata after deleting the model, which marks them.
     """
 
     @functools.wraps(original)
@@ -132,12 +132,12 @@ model_load_save.save_megatron_model = _marked(model_load_save.save_megatron_mode
 
 
 def _model(hf_pretrained: Any) -> Model:
-    found = getattr(hf_pretrained, "config", hf_pretrained)
-    return model_of(found.to_dict(), str(found.name_or_path or "the configuration"))
+    config = getattr(hf_pretrained, "config", hf_pretrained)
+    return model_of(config.to_dict(), str(config.name_or_path or "the configuration"))
 
 
 def _pieces(model: Model, megatron_model: Any) -> Iterator[tuple[Tensor, ShardedTensor]]:
-    """Return what this rank has of every weight; the data are views of the parameters."""
+    """Yield this rank's parts of every weight; their data are views of the parameters."""
     table = {tensor.key: tensor for tensor in tensors(model)}
     for chunk in megatron_model if isinstance(megatron_model, list) else [megatron_model]:
         state = unwrap_model(chunk).sharded_state_dict(metadata={})
@@ -146,7 +146,7 @@ def _pieces(model: Model, megatron_model: Any) -> Iterator[tuple[Tensor, Sharded
             if isinstance(piece, ShardedTensor):
                 if piece.key not in table:
                     raise CheckpointError(
-                        f"Megatron's model has {piece.key}, and {model.name} has not; name its settings file"
+                        f"Megatron's model has {piece.key}, but {model.name} does not; name its settings file"
                     )
                 yield table[piece.key], piece
 

@@ -35,7 +35,7 @@ _LEAST = {
         "Bridge imports it, and pip takes 0.4.1, which megatron-core cannot import, on systems before glibc 2.39",
     ),
 }
-"""Other required packages: the least version, and what goes wrong otherwise."""
+"""Other required packages: the minimum version, and what goes wrong otherwise."""
 
 INSTALLATION = "install it with `make bridge`, or as docs/entry-points.md says"
 
@@ -43,14 +43,14 @@ _LORA_LAYERS = "megatron.bridge.peft.lora_layers"
 
 
 def problem() -> str | None:
-    """Say what is wrong with the installation of Megatron-Bridge; None if no problem is known."""
+    """Return what is wrong with the installation of Megatron-Bridge; None if no problem is known."""
     bridge = host.version("megatron-bridge")
     if bridge is None:
         return f"Megatron-Bridge is not installed, and its recipes need it; {INSTALLATION}"
     for name, (least, why) in _LEAST.items():
-        found = host.version(name)
-        if found is None or Version(least) > _release(found):
-            return f"{name} is {found or 'not installed'}, expected {least} or later: {why}; {INSTALLATION}"
+        installed = host.version(name)
+        if installed is None or Version(least) > _release(installed):
+            return f"{name} is {installed or 'not installed'}, expected {least} or later: {why}; {INSTALLATION}"
     if bridge.partition("+")[0] != MEGATRON_BRIDGE:
         return f"megatron-bridge is {bridge}, expected {MEGATRON_BRIDGE}; {INSTALLATION}"
     missing = [name for name in ("megatron.energon", "modelopt", "omegaconf", "hydra") if not _found(name)]
@@ -80,8 +80,8 @@ def prepare() -> None:
     Raises:
         LaunchError: Bridge is not installed, or cannot be imported; the message says why.
     """
-    if (found := problem()) is not None:
-        raise LaunchError(found)
+    if (reason := problem()) is not None:
+        raise LaunchError(reason)
     # Imported before the stand-ins exist, so that these modules see that Transformer Engine is missing.
     importlib.import_module("megatron.core.extensions.transformer_engine")
     importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -140,10 +140,10 @@ class _WithStandIns(importlib.machinery.SourceFileLoader):
         for name in ("megatron.bridge.peft.adapter_wrapper", "megatron.bridge.peft.lora_merge"):
             importlib.import_module(name)
         names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.ops")
-        whole, torch_part, ops = (_Refusing(name) for name in names)
-        whole.__dict__["pytorch"], torch_part.__dict__["ops"] = torch_part, ops
+        package, torch_part, ops = (_Refusing(name) for name in names)
+        package.__dict__["pytorch"], torch_part.__dict__["ops"] = torch_part, ops
         ops.__dict__["Sequential"] = "Sequential"  # used only as a return annotation
-        sys.modules.update(zip(names, (whole, torch_part, ops), strict=True))
+        sys.modules.update(zip(names, (package, torch_part, ops), strict=True))
         try:
             super().exec_module(module)
         finally:

@@ -44,8 +44,8 @@ def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **k
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 
-    given = inspect.signature(stock).bind(*args, **kwargs).arguments
-    model, state = given["config"].model, given["global_state"]
+    log_arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
+    model, state = log_arguments["config"].model, log_arguments["global_state"]
     number = state.train_state.step
     notifier.scalars.values = {}
     result = stock(*args, **kwargs)
@@ -53,7 +53,7 @@ def _training_log(notifier: Notifier, stock: Callable[..., Any], *args: Any, **k
         writers = {"writer": notifier.scalars.tap(state.tensorboard_logger), "wandb_writer": state.wandb_logger}
         scale = 1 / get_num_microbatches()
         DSAIndexerLossLoggingHelper.track_indexer_metrics(loss_scale=scale, iteration=number, **writers)
-    notifier.notify_step(given, number, state.train_state.consumed_train_samples * model.seq_length)
+    notifier.notify_step(log_arguments, number, state.train_state.consumed_train_samples * model.seq_length)
     return result
 
 

@@ -58,7 +58,7 @@ _CUT = (
     "ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer", "ddp.overlap_param_gather",
     "optimizer.overlap_param_gather", "dist.use_megatron_fsdp", "dist.use_torch_fsdp2",
 )  # fmt: skip
-"""Keys by which each replica has a part of the gradients or weights."""
+"""Keys that shard gradients or weights over the replicas."""
 
 
 @dataclass(kw_only=True)
@@ -89,22 +89,22 @@ class NAM56RConfig(ConfigContainer):
         super().validate()
 
     def check_optimizer(self) -> None:
-        """Refuse an optimizer that would train wrongly or not at all, and tell the model which it is: experts depend on it.
+        """Refuse an optimizer that would train wrongly or not at all, and record it in the model, whose experts depend on it.
 
-        Stock's command line cuts other optimizers than Adam and SGD layer by layer where it asks for the distributed
-        optimizer; Bridge does not (``training/optim.py``): gradients would be cut, and whole weights updated by them.
+        With the distributed optimizer, stock's command line shards optimizers other than Adam and SGD layer by layer; Bridge
+        does not (``training/optim.py``): gradients would be sharded, and whole weights updated by them.
 
         Raises:
-            LaunchError: it is cut over the replicas, its scale is not set, or its package is not installed.
+            LaunchError: it is sharded over the replicas, its scale is not set, or its package is not installed.
             ModelError: it does not exist, or has no moments of their dtype.
         """
         name, scale = self.optimizer.optimizer, self.optimizer.muon_extra_scale_factor
         with named_as({"optimizer": "optimizer.optimizer"}):
             check_optimizer(name, precision_aware=self.optimizer.use_precision_aware_optimizer)
-        cut = [key for key in _CUT if operator.attrgetter(key)(self)]
-        if cut and name not in OF_MEGATRON:
+        sharding = [key for key in _CUT if operator.attrgetter(key)(self)]
+        if sharding and name not in OF_MEGATRON:
             raise LaunchError(
-                f"{', '.join(cut)}: true, by which a replica has a part of the gradients or weights, and Bridge's {name} "
+                f"{', '.join(sharding)}: true, which shards gradients or weights over the replicas, but Bridge's {name} "
                 "updates whole weights; set to false"
             )
         if name in BY_MUON and scale is None:
@@ -124,18 +124,18 @@ class NAM56RConfig(ConfigContainer):
         Raises:
             LaunchError: it does not exist.
         """
-        wanted = self.checkpoint
+        checkpoint = self.checkpoint
         named = {
-            f"checkpoint.{name}": getattr(wanted, name)
+            f"checkpoint.{name}": getattr(checkpoint, name)
             for name in ("load", "pretrained_checkpoint")
-            if getattr(wanted, name) is not None
+            if getattr(checkpoint, name) is not None
         }
-        if not named or not wanted.exit_on_missing_checkpoint or wanted.non_persistent_ckpt_type is not None:
+        if not named or not checkpoint.exit_on_missing_checkpoint or checkpoint.non_persistent_ckpt_type is not None:
             return
         if not any(checkpoint_exists(path) for path in named.values()):
-            asked = ", ".join(f"{key}={path}" for key, path in named.items())
+            paths = ", ".join(f"{key}={path}" for key, path in named.items())
             raise LaunchError(
-                f"there is no checkpoint to load in {asked}; name the folder that holds latest_checkpointed_iteration.txt (or "
+                f"there is no checkpoint to load in {paths}; name the folder that holds latest_checkpointed_iteration.txt (or "
                 "one of its iter_… folders), leave it out to begin with random weights, or, for a run that resumes where it "
                 "can and begins where it cannot, add checkpoint.exit_on_missing_checkpoint=false"
             )
@@ -160,7 +160,7 @@ def __getattr__(name: str) -> Callable[[], ConfigContainer]:
     if name.endswith("_config") and name.removesuffix("_config") in RECIPES:
         return _factory(name.removesuffix("_config"))
     raise AttributeError(
-        f"module {__name__} has no attribute {name!r}; {nearest(name, [f'{each}_config' for each in RECIPES])}"
+        f"module {__name__} has no attribute {name!r}; {nearest(name, [f'{recipe_name}_config' for recipe_name in RECIPES])}"
     )
 
 
@@ -244,9 +244,9 @@ def derive(config: ConfigContainer, run: Run, given: Sequence[str] = ()) -> None
         "optimizer.use_precision_aware_optimizer": how.precision_aware,
         **{
             f"optimizer.{name}_dtype": dtype
-            for dtype, kept in DTYPES.items()
+            for dtype, dtype_name in DTYPES.items()
             for name in moments
-            if getattr(how, name) == kept
+            if getattr(how, name) == dtype_name
         },
         "checkpoint.dist_ckpt_optim_fully_reshardable": is_cut,
         "ddp.overlap_grad_reduce": how.overlap_grad_reduce,

@@ -33,18 +33,18 @@ def choose(name: str, executor: run.Executor | None = None) -> Recipe:
         ModelError: unknown recipe; the nearest names are suggested.
         LaunchError: no recipe of the model is for as many processes as the executor starts.
     """
-    of_model = sorted((one for one in RECIPES.values() if one.model.name == name), key=lambda one: one.processes)
-    if not of_model:
+    candidates = sorted((r for r in RECIPES.values() if r.model.name == name), key=lambda r: r.processes)
+    if not candidates:
         return recipe(name.removesuffix("_config"))
     if executor is None:
-        return of_model[0]
+        return candidates[0]
     started = processes(executor)
-    for one in of_model:
-        if one.processes == started:
-            return one
+    for candidate in candidates:
+        if candidate.processes == started:
+            return candidate
     raise LaunchError(
         f"{name} has no recipe for the {started} processes that the executor starts; it has "
-        f"{', '.join(f'{one.name} ({one.processes})' for one in of_model)}: change the executor"
+        f"{', '.join(f'{candidate.name} ({candidate.processes})' for candidate in candidates)}: change the executor"
     )
 
 
@@ -89,11 +89,11 @@ def check_python(python: str) -> None:
     """
     advice = "name the Python of an environment with Megatron-Bridge (`make bridge` prints one) by python="
     if shutil.which(python) is None:
-        raise LaunchError(f"python={python} is no program of this machine; {advice}")
-    asked = subprocess.run([python, "-c", _CHECK], capture_output=True, text=True, check=False)
-    if asked.returncode:
-        said = asked.stderr.strip().splitlines()[-1:] or [f"it ended with status {asked.returncode}"]
-        raise LaunchError(f"python={python} cannot run the recipes: {said[0]}; {advice}")
+        raise LaunchError(f"python={python} is not a program on this machine; {advice}")
+    probe = subprocess.run([python, "-c", _CHECK], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        last_line = probe.stderr.strip().splitlines()[-1:] or [f"it ended with status {probe.returncode}"]
+        raise LaunchError(f"python={python} cannot run the recipes: {last_line[0]}; {advice}")
 
 
 def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), python: str = "python") -> run.Script:
@@ -110,7 +110,7 @@ def task(chosen: Recipe, executor: run.Executor, overrides: Sequence[str] = (), 
         if "=" not in override or override.startswith("-"):
             raise LaunchError(f"{override!r} is not of the form KEY=VALUE, for instance train.train_iters=20")
     if "python" not in python:
-        raise LaunchError(f"python={python} is not called python, which nemo-run needs of a program that takes -m")
+        raise LaunchError(f"python={python} is not called python, which nemo-run requires of a program that takes -m")
     hosts = executor.nnodes()
     start = ["--nnodes", str(hosts), "--nproc-per-node", str(chosen.processes // hosts)]
     words = ["-m", _RUNNER, "--recipe", chosen.name, *overrides]

@@ -36,7 +36,7 @@ from megacpp_mcore.model.training import GPT, HYBRID
 
 @dataclass
 class _Provider(MLATransformerConfig):
-    """What the providers of both model classes have: the run's model, and what Bridge leaves out of it.
+    """Base of both providers: identifies the run's model, and adds what Bridge leaves out.
 
     Bridge ignores ``use_cpu_initialization`` when it sets up a run (``model_provider.py``, ``get_model``).
     """
@@ -44,7 +44,7 @@ class _Provider(MLATransformerConfig):
     heterogeneous_block_specs: bool = False  # compared with the model, and no field of Bridge's
     # The model's name, by which its definition is found if no file of MEGACPP_CONFIG has it.
     megacpp_preset: str | None = None
-    megacpp_optimizer: str = "adam"  # of the run, which the layers' choice of experts asks for
+    megacpp_optimizer: str = "adam"  # the run's: the choice of experts depends on it
     # Bridge has Megatron's quant_recipe, but no field for the file it comes from.
     te_precision_config_file: str | None = None
 

@@ -42,10 +42,10 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
             cuda_graphs=False,  # Bridge has none of the kind that recipes capture
             **trained,
         )
-    found = {name: attrgetter(path)(config) for name, path in _FOUND.items()}
+    execution = {name: attrgetter(path)(config) for name, path in _EXECUTION.items()}
     fp32_reduced = config.ddp.grad_reduce_in_fp32 if mixed is None else mixed.grad_reduce_in_fp32
     run = Run(chosen.model, layout_of(model), training, chosen.model_class, settings=chosen.settings)
-    found |= {
+    execution |= {
         "distributed_optimizer": config.ddp.use_distributed_optimizer or optimizer.use_distributed_optimizer,
         "exp_avg": DTYPES.get(optimizer.exp_avg_dtype),
         "exp_avg_sq": DTYPES.get(optimizer.exp_avg_sq_dtype),
@@ -62,16 +62,16 @@ def read(chosen: Run, config: Any, processes: int) -> Run:
         and chosen.model is not None
         and not parse(chosen.model.pattern).staged,
     }
-    names = {name: known.default for name, known in FIELDS.items()} | found
-    said = {
+    names = {name: field.default for name, field in FIELDS.items()} | execution
+    is_set = {
         "precision": run.precision != "fp32" or dtypes.fp8 or has_plan,
         "cuda_graph_impl": model.cuda_graph_impl != "none",
     }
-    return dataclasses.replace(run.carried_out(names), given=frozenset(name for name, is_so in said.items() if is_so))
+    return dataclasses.replace(run.carried_out(names), given=frozenset(name for name, is_so in is_set.items() if is_so))
 
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Megatron's names of what optimizer states may be kept in."""
+"""Names of the dtypes in which optimizer states may be kept."""
 _TRAINED = {
     "transformer_impl": "model.transformer_impl", "micro_batch_size": "train.micro_batch_size",
     "global_batch_size": "train.global_batch_size", "train_iters": "train.train_iters", "optimizer": "optimizer.optimizer",
@@ -79,7 +79,7 @@ _TRAINED = {
     "clip_grad": "optimizer.clip_grad", "seed": "rng.seed",
 }  # fmt: skip
 """Fields of a training plan to fields of Bridge's configuration."""
-_FOUND = {
+_EXECUTION = {
     "gradient_accumulation_fusion": "model.gradient_accumulation_fusion", "moe_permute_fusion": "model.moe_permute_fusion",
     "moe_dispatcher": "model.moe_token_dispatcher_type", "cpu_initialization": "model.use_cpu_initialization",
     "overlap_moe_a2a": "model.overlap_moe_expert_parallel_comm", "overlap_shared_expert": "model.moe_shared_expert_overlap",
@@ -95,7 +95,7 @@ _FOUND = {
 def _names(modules: Any) -> tuple[str, ...]:
     """Return module names, from any form that Megatron accepts: a word, a list of words, or one of its enumerations."""
     listed = [modules] if isinstance(modules, str) else modules or ()
-    return tuple(str(getattr(one, "name", one)) for one in listed)
+    return tuple(str(getattr(module, "name", module)) for module in listed)
 
 
 def mixed_precision(config: Any) -> Any:

@@ -137,10 +137,10 @@ def run(
         callbacks.register("on_train_start", lambda _: ranks.compare_facts(lambda: ranks.of_datasets(cache)))
         callbacks.register("on_train_start", lambda _: claim_save_folder(config))
         stack.callback(checkpoint_folder.release)
-        asked = _observation(config, recording or launcher.Recording(), settings)
-        for line in asked.describe():
+        requested = _observation(config, recording or launcher.Recording(), settings)
+        for line in requested.describe():
             say(line)
-        stack.enter_context(observation.observed(asked, launched, BridgeLoop(config, callbacks)))
+        stack.enter_context(observation.observed(requested, launched, BridgeLoop(config, callbacks)))
         pretrain(config, training_step.count_from(forward_step), callbacks=callbacks)
         process.leave_process_group()
 
@@ -188,22 +188,22 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
     unchanged = layout == chosen.run.layout
     needed = chosen.processes if unchanged else layout.processes
     if started % needed:
-        cut = (
+        sharding = (
             ""
             if unchanged
-            else f", cut as tensor {layout.tensor} × pipeline {layout.pipeline} × expert {layout.expert},"
+            else f", sharded as tensor {layout.tensor} × pipeline {layout.pipeline} × expert {layout.expert},"
         )
         raise LaunchError(
-            f"recipe {chosen.name}{cut} needs {needed} processes, got {started}: run `torchrun --nproc-per-node {needed} "
+            f"recipe {chosen.name}{sharding} needs {needed} processes, got {started}: run `torchrun --nproc-per-node {needed} "
             f"-m megacpp_mcore.nemo_recipes.run …` (with --nnodes for more than one host), or a multiple of them, for more "
             "data-parallel replicas"
         )
     if chosen.run.training.device == "cuda":
-        here, wanted = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-        if here < wanted:
+        available, required = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+        if available < required:
             raise LaunchError(
-                f"recipe {chosen.name} needs {wanted} GPU{'' if wanted == 1 else 's'} on this host, and "
-                f"torch sees {here}; choose a recipe for fewer: {', '.join(RECIPES)}"
+                f"recipe {chosen.name} needs {required} GPU{'' if required == 1 else 's'} on this host, and "
+                f"torch sees {available}; choose a recipe for fewer: {', '.join(RECIPES)}"
             )
 
 
@@ -253,10 +253,10 @@ def launch_policy(
     )
     keys = [override.partition("=")[0] for override in overrides]
     values = tuple(
-        dataclasses.replace(each, source=policy.USER)
-        if any(key.startswith(_PLANNED.get(each.name, ())) for key in keys)
-        else each
-        for each in launched.values
+        dataclasses.replace(setting, source=policy.USER)
+        if any(key.startswith(_PLANNED.get(setting.name, ())) for key in keys)
+        else setting
+        for setting in launched.values
     )
     return dataclasses.replace(launched, values=values)
 
@@ -323,7 +323,7 @@ def with_own_model(chosen: Recipe, settings: PluginConfig | None) -> Recipe:
 
 
 def changed(chosen: Recipe, words: Sequence[str]) -> Recipe:
-    """Return ``chosen`` with other values of its layout and training plan, in the words of ``recipe emit --set``.
+    """Return ``chosen`` with other values of its layout and training plan, as in ``recipe emit --set``.
 
     Raises:
         ModelError: as :func:`megacpp_mcore.arguments.overrides.read`, or a value of the model: that has to be in a file.
@@ -344,7 +344,7 @@ def changed(chosen: Recipe, words: Sequence[str]) -> Recipe:
 
 
 def check_once(ours: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuse a setting that is given in our words and as a key of Bridge's.
+    """Refuse a setting that is passed both as one of ours and as a key of Bridge's.
 
     Raises:
         LaunchError: names both.
@@ -362,7 +362,7 @@ def check_form(override: str) -> None:
     Hydra's ``+new=…`` and ``~old`` are refused as well: on a configuration of dataclasses Bridge 0.6.2 silently drops them.
 
     Raises:
-        LaunchError: it has another form, or its value is no number where one is needed.
+        LaunchError: it has another form, or its value is not a number where one is needed.
     """
     key, equals, value = override.partition("=")
     if not equals or key.startswith(("+", "~")):
@@ -382,7 +382,7 @@ def check_override(config: Any, override: str) -> None:
     for part in key.split("."):
         if holder is None:
             raise LaunchError(
-                f"the override {override!r} is of {path[:-1]}, which is None in this recipe; leave it out"
+                f"the override {override!r} sets a field of {path[:-1]}, which is None in this recipe; leave it out"
             )
         if isinstance(holder, Mapping):
             fields = dict(holder)
@@ -440,7 +440,7 @@ def data_words(config: Any) -> list[str]:
 
 
 def doubt_about(config: Any) -> str | None:
-    """Return a line that asks for trust in a checkpoint of another user, which Bridge unpickles without a list of classes."""
+    """Return a warning about a checkpoint of another user, which Bridge unpickles without an allow-list of classes; or None."""
     for load in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
         if load and not is_remote(load) and os.path.exists(load) and os.stat(load).st_uid != os.geteuid():
             return f"{load} is another user's, and Megatron-Bridge runs what its pickles say: end the run unless you trust it"
@@ -453,11 +453,9 @@ def claim_save_folder(config: Any) -> None:
     Raises:
         CheckpointError: as :func:`megacpp_mcore.checkpoints.folder.claim`.
     """
-    wanted, minutes = config.checkpoint, config.dist.distributed_timeout_minutes
-    if wanted.save:
-        checkpoint_folder.claim(
-            wanted.save, wanted.load, wanted.ckpt_step, finetune=wanted.finetune, timeout_minutes=minutes
-        )
+    ckpt, minutes = config.checkpoint, config.dist.distributed_timeout_minutes
+    if ckpt.save:
+        checkpoint_folder.claim(ckpt.save, ckpt.load, ckpt.ckpt_step, finetune=ckpt.finetune, timeout_minutes=minutes)
 
 
 def verify_data(config: Any) -> str:
@@ -468,9 +466,9 @@ def verify_data(config: Any) -> str:
     """
     from megacpp_mcore.data.arguments import cache_words, verify_arguments
 
-    words, given = data_words(config), config.dataset.path_to_cache
+    words, cache_path = data_words(config), config.dataset.path_to_cache
     line = verify_arguments(words) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
-    cache = cache_words([*words, *(["--data-cache-path", str(given)] if given else [])])
+    cache = cache_words([*words, *(["--data-cache-path", str(cache_path)] if cache_path else [])])
     config.dataset.path_to_cache = cache[1] if cache else None
     return f"{line}; its indices are cached in {config.dataset.path_to_cache}"
 

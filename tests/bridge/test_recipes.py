@@ -80,7 +80,7 @@ REFUSED = [
     (TINY, ["train.train_iters=abc"], "train.train_iters is 'abc'"),
     (TINY, ["train.train_iters=null"], "train.train_iters is 'null'; expected a whole number, 1 or more"),
     (TINY, ["train.micro_batch_size=0"], "train.micro_batch_size is '0'; expected a whole number, 1 or more"),
-    (TINY, ["comm_overlap.tp_comm_overlap=true"], "is of comm_overlap, which is None in this recipe"),
+    (TINY, ["comm_overlap.tp_comm_overlap=true"], "sets a field of comm_overlap, which is None in this recipe"),
     (TINY, ["env_vars.NCCL_DEBUG=INFO"], "no 'env_vars.NCCL_DEBUG'"),
     (
         TINY,
@@ -111,7 +111,7 @@ REFUSED = [
     (
         TINY,
         ["optimizer=muon", "optimizer.use_distributed_optimizer=true"],
-        "optimizer.use_distributed_optimizer: true, by which",
+        "optimizer.use_distributed_optimizer: true, which",
     ),
     ("nam56r_pretrain_8gpu_h200_bf16", [], "needs 8 processes, got 1"),
     ("nam56r_pretrain_1gpu_h200_bf16", [], "needs 1 GPU on this host, and torch sees 0"),

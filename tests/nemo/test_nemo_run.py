@@ -103,7 +103,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     (["nam56r", "python", [], ["DockerExecutor", {"container_image": "x"}]], "is a DockerExecutor; expected a Local"),
     ([TINY, "PYTHON", ["train.train_iters"], None], "'train.train_iters' is not of the form KEY=VALUE"),
     ([TINY, "PYTHON", ["--list=1"], None], "'--list=1' is not of the form KEY=VALUE"),
-    ([TINY, "/nowhere/python", [], None], "python=/nowhere/python is no program of this machine"),
+    ([TINY, "/nowhere/python", [], None], "python=/nowhere/python is not a program on this machine"),
     ([TINY, "bash", [], None], "python=bash is not called python"),
     ([TINY, "NEMO", [], None], "cannot run the recipes: Megatron-Bridge is not installed"),
 ]

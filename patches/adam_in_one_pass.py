@@ -8,7 +8,7 @@ Scope: Transformer Engine's Adam in float32, with the distributed optimizer or w
 step makes), and of precision-aware-adam's the clipping; all other optimizers are left to upstream.
 
 The gradients in memory stay unclipped. Weights differ from upstream's in the last bits, as the compilers fuse products and sums
-differently; what a checkpoint holds is the same.
+differently; checkpoint contents are the same.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ class _Update:
         for group, table in zip(inner.param_groups, self.tables, strict=True):
             group["step"] = group.get("step", 0) + 1
             if table is not None:
-                how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-                adam.step(table, **how, number=group["step"], scale=self.scale)
+                hyperparameters = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+                adam.step(table, **hyperparameters, number=group["step"], scale=self.scale)
 
 
 def _update(optimizer: Any) -> _Update | None:
-    """Return what the optimizer's next step will do if the kernel is to do it, and leave it for that step."""
-    known = vars(optimizer).get(UPDATE)
-    found = None
+    """Return the update of the optimizer's next step if the kernel can do it, and store it for that step."""
+    previous = vars(optimizer).get(UPDATE)
+    update = None
     if _fits(optimizer):
-        from megacpp_mcore.ops import adam  # where Transformer Engine is, Triton is
+        from megacpp_mcore.ops import adam  # Triton is installed with Transformer Engine
 
         copies = dict(_copies(optimizer))
         groups = [_shards(optimizer.optimizer, group, copies) for group in optimizer.optimizer.param_groups]
         places = [] if None in groups else [adam.addresses(shards) for shards in groups]
         if places:
-            found = known if known and places == known.places else _Update(groups)
-            found.scale = None
-    vars(optimizer)[UPDATE] = found
-    return found
+            update = previous if previous and places == previous.places else _Update(groups)
+            update.scale = None
+    vars(optimizer)[UPDATE] = update
+    return update
 
 
 def _copies(optimizer: Any) -> Iterator[tuple[int, Any]]:
@@ -76,8 +76,8 @@ def _copies(optimizer: Any) -> Iterator[tuple[int, Any]]:
         for main, model in zip(mains, models, strict=True):
             place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             buffer, _, bucket = optimizer.model_param_gbuf_map[model]
-            whole = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
-            yield id(main), whole[place.start : place.end]
+            param_data = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+            yield id(main), param_data[place.start : place.end]
 
 
 def _distributed(optimizer: Any) -> bool:
@@ -90,15 +90,15 @@ def _shards(inner: Any, group: Any, copies: dict[int, Any]) -> Any:
 
     from megacpp_mcore.ops import adam
 
-    found = []
+    shards = []
     for main in group["params"]:
         state, copy = inner.state.get(main, {}), copies.get(id(main))
         if main.grad is None or "exp_avg" not in state:
             return None
         if copy is not None and not (type(copy) is torch.Tensor and copy.is_contiguous()):
             return None
-        found.append(adam.Shard(main, main.grad, state["exp_avg"], state["exp_avg_sq"], copy))
-    return found
+        shards.append(adam.Shard(main, main.grad, state["exp_avg"], state["exp_avg_sq"], copy))
+    return shards
 
 
 def _fits(optimizer: Any) -> bool:
@@ -126,7 +126,7 @@ def _fits(optimizer: Any) -> bool:
     "b14b52f057fb4a96a59401412be0c57de5ec7a8c75418050ddec8076d5a70959",
 )
 def _owned(original: Function, self: Any) -> None:
-    """Replace an optimizer's ``_copy_model_grads_to_main_grads``: its first main parameter then tells whose it is."""
+    """Replace an optimizer's ``_copy_model_grads_to_main_grads``: its first main parameter then identifies the optimizer."""
     original(self)
     if not self.is_stub_optimizer:
         for main in self.get_parameters()[:1]:
@@ -140,17 +140,17 @@ def _owned(original: Function, self: Any) -> None:
 def _later(
     original: Function, parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
 ) -> None:
-    """Replace ``clip_grad_by_total_norm_fp32``: leaves the factor to the step if that is the kernel's."""
+    """Replace ``clip_grad_by_total_norm_fp32``: leaves the factor to the step if the kernel performs it."""
     from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 
     owner = _owners.get(id(parameters[0])) if isinstance(parameters, list) and parameters else None
-    found: Any = None
+    update: Any = None
     if owner is not None and hasattr(total_norm, "clamp_max_"):
-        found = owner.optimizer if isinstance(owner.optimizer, PrecisionAwareAdam) else _update(owner)
-    if found is None or len(parameters) != found.count:
+        update = owner.optimizer if isinstance(owner.optimizer, PrecisionAwareAdam) else _update(owner)
+    if update is None or len(parameters) != update.count:
         original(parameters, max_norm, total_norm, use_decoupled_grad)
     else:
-        found.scale = (max_norm / (total_norm + 1.0e-6)).clamp_max_(1.0)
+        update.scale = (max_norm / (total_norm + 1.0e-6)).clamp_max_(1.0)
 
 
 @edit(
@@ -159,20 +159,20 @@ def _later(
 )
 def _in_one_pass(original: Function, self: Any) -> Any:
     """Replace ``MixedPrecisionOptimizer.step_with_ready_grads``: the kernel steps, and nothing is copied after it."""
-    found = vars(self).get(UPDATE)
-    if found is None or found.scale is None:
-        found = _update(self)
-    if found is None:
+    update = vars(self).get(UPDATE)
+    if update is None or update.scale is None:
+        update = _update(self)
+    if update is None:
         return original(self)
     from torch.optim import Optimizer
 
-    # With the hooks of PyTorch's optimizers, by which what is kept between steps is dropped.
-    vars(self.optimizer)["step"] = functools.partial(Optimizer.profile_hook_step(found.run), self.optimizer)
+    # With the hooks of PyTorch's optimizers, which drop what is kept between steps.
+    vars(self.optimizer)["step"] = functools.partial(Optimizer.profile_hook_step(update.run), self.optimizer)
     vars(self)["_copy_main_params_to_model_params"] = lambda: None
     try:
         return original(self)
     finally:
-        found.scale = None
+        update.scale = None
         del vars(self.optimizer)["step"], vars(self)["_copy_main_params_to_model_params"]
 
 
@@ -191,8 +191,8 @@ PATCH = Patch(
         _in_one_pass,
     ),
     seam=(
-        "the clipping and the step are what uses the gradients once they are in place; whose parameters are clipped, the first "
-        "of the three methods that a step calls tells"
+        "the clipping and the step are what uses the gradients once they are in place; the first of "
+        "the three methods that a step calls records whose parameters are clipped"
     ),
     leaves_alone=(
         "other optimizers; a run's first step; clipping by a norm group of its own; the norm, counts of zeros, skipped steps, "

@@ -23,12 +23,12 @@ _SIZES = (
 )  # fmt: skip
 """Arguments that decide the shapes of parameters, under either model class."""
 _BEHAVIOUR = ("rotary_base", "norm_epsilon", "moe_router_topk", "moe_router_score_function", "dsa_indexer_topk")
-"""Arguments that decide no shape, and make another model of the same parameters."""
+"""Arguments that decide no shape, but make a different model of the same parameters."""
 _MTP = "MTP depths"
 
 
 def _outline(args: Any, model_class: str) -> dict[str, Any]:
-    """Return what the arguments of a run or checkpoint with the class's spec say of its model; E layers by number."""
+    """Return what the arguments of a run or checkpoint with the class's spec say about its model; E layers by number."""
     sizes = {name: getattr(args, name, None) for name in _SIZES}
     if model_class == HYBRID:
         trunk, *depths = args.hybrid_layer_pattern.split("/")
@@ -47,17 +47,17 @@ def _outline(args: Any, model_class: str) -> dict[str, Any]:
 )
 def _loads_as_it_is(original: Function, args: Any, ckpt_args: Any, model: Any) -> Any:
     """Replace ``_maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model)``: ``(None, False)``: no conversion."""
-    if any(lowering.preset_of(getattr(one, "spec", None)) is None for one in (args, ckpt_args)):
+    if any(lowering.preset_of(getattr(namespace, "spec", None)) is None for namespace in (args, ckpt_args)):
         return original(args, ckpt_args, model)
     run, saved = map(lowering.model_class_of, (args, ckpt_args))
-    wanted, found = _outline(args, run), _outline(ckpt_args, saved)
+    outline, saved_outline = _outline(args, run), _outline(ckpt_args, saved)
     if not getattr(args, "finetune", False):
-        known = [name for name in _BEHAVIOUR if hasattr(args, name) and hasattr(ckpt_args, name)]
-        wanted |= {name: getattr(args, name) for name in known}
-        found |= {name: getattr(ckpt_args, name) for name in known}
-    differ = [name for name in wanted if wanted[name] != found[name] and (run != saved or name != _MTP)]
+        shared = [name for name in _BEHAVIOUR if hasattr(args, name) and hasattr(ckpt_args, name)]
+        outline |= {name: getattr(args, name) for name in shared}
+        saved_outline |= {name: getattr(ckpt_args, name) for name in shared}
+    differ = [name for name in outline if outline[name] != saved_outline[name] and (run != saved or name != _MTP)]
     if differ:
-        fields = "; ".join(f"checkpoint has {name} {found[name]}, run has {wanted[name]}" for name in differ)
+        fields = "; ".join(f"checkpoint has {name} {saved_outline[name]}, run has {outline[name]}" for name in differ)
         raise ModelError(
             f"checkpoint ({saved}) and run ({run}) are different models: {fields}; load this model's checkpoint, or train "
             "the checkpoint's model; where no shape differs, --finetune begins at step 0 with its weights",
@@ -96,8 +96,8 @@ PATCH = Patch(
     edits=(_loads_as_it_is, _without_empty_state),
     seam=(
         "_maybe_setup_gpt_to_hybrid_load is the one place that compares the classes of run and checkpoint, and its answer "
-        "'as it is' leaves the whole of the loading to upstream; LanguageModule.sharded_state_dict is what HybridModel has in "
-        "place of the method in which GPTModel drops that key"
+        "'as it is' leaves all loading to upstream; LanguageModule.sharded_state_dict is what HybridModel has instead "
+        "of the method in which GPTModel drops that key"
     ),
     leaves_alone="what is loaded and how: all other keys, shards, optimizer state, refusals; other models in either direction",
     retire_when="upstream compares keys instead of classes, or lets a spec say that its keys are those of a GPTModel",

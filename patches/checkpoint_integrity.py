@@ -23,10 +23,10 @@ _PLAIN_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONL
 """Read by every ``torch.load``: objects are restored by torch's allow-list, to which Megatron adds its own classes."""
 
 _checked: tuple[tuple[Any, int | None], int, int | None] | None = None
-"""By the load with ``rank0``: its folder and ``--ckpt-step``; what is loaded, as :func:`_check` returns it."""
+"""Set by the load with ``rank0``: its folder and ``--ckpt-step``; what is loaded, as :func:`_check` returns it."""
 
 _has_manifest = False
-"""Whether what is being saved gets a manifest, which takes the digests; formats that write by themselves have none."""
+"""Whether what is being saved gets a manifest, which takes the digests; formats that write their files themselves have none."""
 
 _flat: str | None = None
 """The folder of the checkpoint that the load with ``rank0`` read, if its optimizer state is in flat buckets."""
@@ -46,8 +46,8 @@ def _checking(original: Function, load_dir: Any, args: Any, rank0: bool = False,
     strictness = getattr(args, "dist_ckpt_strictness", None)
     if strictness in ("return_unexpected", "return_all"):
         raise CheckpointError(
-            f"--dist-ckpt-strictness {strictness} returns keys beside what is loaded, and Megatron's loop takes no such "
-            "pair; log_unexpected and log_all print the keys instead"
+            f"--dist-ckpt-strictness {strictness} returns keys with what is loaded, a pair that Megatron's loop does not "
+            "accept; use log_unexpected or log_all, which print the keys"
         )
     of_load = load_dir, getattr(args, "ckpt_step", None)
     is_checked = not rank0 and _checked is not None and _checked[0] == of_load
@@ -55,14 +55,14 @@ def _checking(original: Function, load_dir: Any, args: Any, rank0: bool = False,
     flat, _flat = None if rank0 else _flat, None
 
     def check_first(stock: Any, folder: Any, *context: Any) -> int:
-        """Asked for the iteration of the newest non-persistent checkpoint before a tracker file is read."""
+        """Replace the lookup of the newest non-persistent iteration, which comes before a tracker file is read."""
         nonlocal checked
         checked = checked or (of_load, *_check(load_dir, args, folder, stock(folder, *context)))
         args.ckpt_step = checked[2]
         return checked[1]
 
     def unless_chosen(stock: Any, folder: Any) -> Any:
-        """Without a file, as Megatron would read it nevertheless, and end the run if it is damaged."""
+        """Return no file if a step was chosen: Megatron would still read it, and end the run if it is damaged."""
         return "" if args.ckpt_step and folder == load_dir else stock(folder)
 
     try:
@@ -82,7 +82,7 @@ def _checking(original: Function, load_dir: Any, args: Any, rank0: bool = False,
         raise CheckpointError(
             f"Megatron loaded no checkpoint from {load_dir}; its reason is printed above{reason}", code="not-loaded"
         ) from end
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         # The message of raise_all names all keys that only one side has, the others the first that is missing.
         text = str(error)
         if text.startswith("Detected load from a distributed checkpoint"):
@@ -115,18 +115,18 @@ def _checking(original: Function, load_dir: Any, args: Any, rank0: bool = False,
 
 
 def _refuse_other_iteration(state: Any, folder: Any) -> None:
-    """Refuse a checkpoint whose folder names another iteration than its content: folders were renamed, or swapped."""
+    """Refuse a checkpoint whose folder name and content differ in the iteration: folders were renamed, or swapped."""
     named = re.match(r"(?:.*/)?iter_(\d+)(?:/|$)", str(folder))  # the last of such names
-    found = state.get("iteration") if isinstance(state, Mapping) else None
-    if named and isinstance(found, int) and found != int(named[1]):
+    step = state.get("iteration") if isinstance(state, Mapping) else None
+    if named and isinstance(step, int) and step != int(named[1]):
         raise CheckpointError(
-            f"{folder} is of iteration {found} by its content; expected {int(named[1])}: rename the folders as they were saved",
+            f"{folder} is of iteration {step} by its content; expected {int(named[1])}: rename the folders as they were saved",
             code="another-iteration",
         )
 
 
 def _check(load_dir: Any, args: Any, non_persistent_dir: Any, iteration: int) -> tuple[int, int | None]:
-    """Check what Megatron is about to load; before torch.distributed is initialized, where each rank is alone, without digests.
+    """Check what Megatron is about to load; without digests before torch.distributed is initialized, as ranks are on their own.
 
     Returns:
         The iteration of the non-persistent checkpoint to load; -1 for the persistent one; and what :func:`choose` returns.
@@ -197,8 +197,8 @@ def _digested(original: Function, self: Any) -> Any:
 def _without_strides(original: Function, self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
     """Replace ``load_tensors_metadata(self, checkpoint_dir, metadata)``, which makes of each stored tensor an empty one.
 
-    It hands ``torch.empty`` all of a tensor's properties; the strides, which torch 2.15 keeps among them, it does not take. No
-    tensor is read by them.
+    It passes all of a tensor's properties to ``torch.empty``, which does not accept the strides that torch 2.15 keeps among
+    them. No tensor is read by strides.
     """
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
 
@@ -236,5 +236,5 @@ PATCH = Patch(
         "keys of one that torch 2.15 wrote"
     ),
     cost="five saves of 10 GB took 10.8 to 12.5 s without digests (median 11.0), 10.5 to 12.8 s with them (11.2), in turn, on "
-    "16 cores; a thread beside each writer, in an async save the worker's, hashes what was written, at 0.8 s of a core per GB",
+    "16 cores; a thread per writer, in an async save the worker's, hashes what was written, at 0.8 s of a core per GB",
 )

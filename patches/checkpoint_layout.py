@@ -14,7 +14,7 @@ from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 _SPECS = "megacpp_mcore.layer_specs"
-"""Without it no model of this process is ours, and nobody would read the note."""
+"""If it is not imported, no model of this process is ours, and nothing would read the note."""
 
 
 @edit(

@@ -355,8 +355,8 @@ PATCH = Patch(
     ),
     seam=(
         "the two holders are all that stock's forward knows of sharing; a block's _build_layers, or a hybrid stack's __init__, "
-        "is where its layers, and no others, are made; the function given to a checkpoint is the one thing that is of one "
-        "micro-batch and meets both runs"
+        "is where its layers, and no others, are made; the function passed to a checkpoint is the only object that belongs to "
+        "one micro-batch and sees both runs"
     ),
     leaves_alone=(
         "what the indexer computes and its loss; models without a schedule; which layers of HybridModel share, by stock's "

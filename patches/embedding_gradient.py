@@ -24,14 +24,14 @@ from megacpp_mcore.patches.linear_cross_entropy import placeholder
 from megacpp_mcore.patches.machinery.record import Function, Patch, edit
 
 DEVICE = "cuda"
-"""Where the table lies whose gradient the kernel adds."""
+"""Device of the tables whose gradients the kernel adds."""
 
 _is_depth: contextvars.ContextVar[bool] = contextvars.ContextVar("is_depth", default=False)
 
 
 @contextlib.contextmanager
 def depth_of_mtp() -> Iterator[None]:
-    """Within, the table is used by a depth of MTP: the trunk's use gives autograd what stands for the gradient of both."""
+    """Mark uses of the table as those of an MTP depth: the trunk's use gives autograd the placeholder for both."""
     token = _is_depth.set(True)
     try:
         yield
@@ -49,8 +49,8 @@ def _by_rows(original: Function, self: Any, input_: Any) -> Any:
     from megacpp_mcore.ops.embedding import embedding
     from megacpp_mcore.ops.main_grad import MainGrad
 
-    given = (lambda: None) if _is_depth.get() else functools.partial(placeholder, self.weight)
-    return embedding(input_, self.weight, MainGrad(self.weight.main_grad, given))
+    autograd_grad = (lambda: None) if _is_depth.get() else functools.partial(placeholder, self.weight)
+    return embedding(input_, self.weight, MainGrad(self.weight.main_grad, autograd_grad))
 
 
 @edit(
@@ -64,7 +64,7 @@ def _marked_if_tied(original: Function, self: Any) -> None:
 
 
 def _fits(layer: Any, token: Any) -> bool:
-    """Whether the table is whole, its gradient is wanted, and stock's fused accumulation would add it to a buffer."""
+    """Return whether the table is unsharded, its gradient needed, and stock's fused accumulation would add it to a buffer."""
     import torch
 
     weight, config = layer.weight, layer.config
@@ -96,7 +96,7 @@ PATCH = Patch(
         "is set up"
     ),
     leaves_alone=(
-        "tied embeddings, widths that are no multiple of 16, vocabularies divided over ranks, pipeline stages, FSDP, "
+        "tied embeddings, widths that are not multiples of 16, vocabularies divided over ranks, pipeline stages, FSDP, "
         "rematerialised weights, runs without gradient accumulation fusion, evaluation"
     ),
     retire_when="upstream's fused accumulation adds an embedding's gradient by rows",

@@ -21,15 +21,15 @@ def answer_a_step_later(original: Function, self: Any) -> Any:
 
     if not torch.distributed.is_initialized():
         return original(self)
-    answer, copied = getattr(self, "_asked", (None, None))
+    answer, copied = getattr(self, "_pending_flag", (None, None))
     on_gpu = "nccl" in torch.distributed.get_backend()
     flag = torch.tensor([self._signal_received], dtype=torch.int32, pin_memory=on_gpu)
     on_device = flag.to("cuda", non_blocking=True) if on_gpu else flag
     torch.distributed.all_reduce(on_device, torch.distributed.ReduceOp.MAX)
-    self._asked = flag, None
+    self._pending_flag = flag, None
     if on_gpu:
         flag.copy_(on_device, non_blocking=True)
-        self._asked = flag, torch.cuda.current_stream().record_event()
+        self._pending_flag = flag, torch.cuda.current_stream().record_event()
     if copied is not None:
         copied.synchronize()
     return [] if answer is None else [bool(answer)]
@@ -42,6 +42,6 @@ PATCH = Patch(
     edits=(answer_a_step_later,),
     seam="signals_received is the one place where ranks agree about the signal",
     leaves_alone="the signal's handler, and what the loop does about it: all ranks still save and end after the same step",
-    retire_when="upstream asks without waiting for the GPU",
+    retire_when="upstream checks without waiting for the GPU",
     cost="the run ends one step later",
 )

@@ -49,7 +49,7 @@ def packed_pairs() -> tuple[int, int, int] | None:
 
 
 def _virtual_stages() -> int:
-    """Virtual pipeline stages of a rank: each is given the documents of every micro-batch."""
+    """Virtual pipeline stages of a rank: each gets the documents of every micro-batch."""
     from megatron.core import parallel_state
 
     return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -72,8 +72,8 @@ def _observed(original: Function, cu_seqlens: Any) -> None:
     window = getattr(global_vars._GLOBAL_ARGS, "window_size", None)
     lengths_N = cu_seqlens.diff().to(training._seqlen_stats_in_iteration)  # float64, where it can be reduced
     pairs = []
-    for most in (None, topk, window and window[0] + 1):
-        kept_N = lengths_N.clamp(max=most) if most else lengths_N
+    for limit in (None, topk, window and window[0] + 1):
+        kept_N = lengths_N.clamp(max=limit) if limit else lengths_N
         pairs.append((kept_N * (kept_N + 1) / 2 + (lengths_N - kept_N) * kept_N).sum())
     sums = torch.stack(pairs)
     _documents.sums = sums if _documents.sums is None else _documents.sums + sums
@@ -91,13 +91,13 @@ def _closed(original: Function) -> Any:
     import torch
     from megatron.core import parallel_state
 
-    found = original()
+    totals = original()
     sums, _documents.sums, _documents.pairs = _documents.sums, None, None
     if sums is not None:
         if torch.distributed.is_initialized() and parallel_state.model_parallel_is_initialized():
             torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         _documents.pairs = _Pairs(*(round(value / _virtual_stages()) for value in sums.tolist()))
-    return tuple(total and total / _virtual_stages() for total in found)
+    return tuple(total and total / _virtual_stages() for total in totals)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class _Batch:
 
     def selected_pairs(self, topk: int) -> int:
         """Return the number of pairs that top-k keeps."""
-        known = self.pairs
-        return self.sequences * flops.selected_pairs(self.length, topk) if known is None else known.selected
+        pairs = self.pairs
+        return self.sequences * flops.selected_pairs(self.length, topk) if pairs is None else pairs.selected
 
     @property
     def squares(self) -> float:
@@ -156,8 +156,8 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
         model = model_of(args)
         if model is not None:
             if batch.packed and batch.pairs is None:
-                known = "nobody has said how long the documents are"
-                warn(f"packed rows are counted as one document each, more than is done: {known}")
+                reason = "the lengths of the documents are unknown"
+                warn(f"packed rows are counted as one document each, an overestimate: {reason}")
             return _training(model, batch, getattr(args, "padded_vocab_size", None))
         count = original(
             args,
@@ -205,8 +205,8 @@ def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
     count = functools.partial(_counted, model, batch.sequences, batch.length, vocabulary)
     if batch.pairs is None:
         return count(None)
-    none, one_each = count((0, 0, 0)), ((1, 0, 0), (0, 1, 0), (0, 0, 1))
-    return none + sum(number * (count(one) - none) for number, one in zip(batch.pairs, one_each, strict=True))
+    base, units = count((0, 0, 0)), ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    return base + sum(number * (count(unit) - base) for number, unit in zip(batch.pairs, units, strict=True))
 
 
 @functools.lru_cache(maxsize=64)
@@ -253,18 +253,18 @@ def _sharing_of_gpt(args: Any) -> Iterator[bool]:
 def _correction(args: Any, batch: _Batch, layers: list[tuple[str, bool]]) -> float:
     """Training FLOPs to add to upstream's count (negative: to subtract)."""
     mla, heads, hidden = _mla(args) if layers else None, args.num_attention_heads, args.hidden_size
-    lacking: float = sum(_core(args, batch, symbol, shares).training for symbol, shares in layers)
+    missing: float = sum(_core(args, batch, symbol, shares).training for symbol, shares in layers)
     if args.hybrid_layer_pattern is not None:
-        lacking += flops.product(batch.tokens * 2 * hidden**2).training * (args.mtp_num_layers or 0)
+        missing += flops.product(batch.tokens * 2 * hidden**2).training * (args.mtp_num_layers or 0)
         if mla is not None:
             latent = args.q_lora_rank is not None
             projections = flops.mla_projections(batch.tokens, hidden, heads, mla, query_latent=latent)
-            lacking += projections.training * len(layers)
+            missing += projections.training * len(layers)
     elif mla is not None:
         # Upstream counts a GPT's projections, and for each layer a full core over half of the squared length.
         widths = mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
-        lacking -= 3 * heads * widths * batch.squares * len(layers)
-    return lacking
+        missing -= 3 * heads * widths * batch.squares * len(layers)
+    return missing
 
 
 def _core(args: Any, batch: _Batch, symbol: str, shares: bool) -> flops.Work:
@@ -320,13 +320,13 @@ PATCH = Patch(
         _closed,
     ),
     seam=(
-        "num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints; of packed "
-        "documents it is told two sums, which two functions make, and beside which two more are made"
+        "num_floating_point_operations is the one count that the loop logs, sums up and writes to checkpoints; for packed "
+        "documents it gets two sums from two functions, which now make two more"
     ),
     leaves_alone=(
         "everything that upstream counts right or that is not ours to audit: GPT with and without MLA, MoE or MTP, Mamba-2, "
         "gated delta net, all of it with upstream's conventions (no router, S²/2 pairs); what packed sequences cost in a loop "
-        "that does not say how long they are: DSA is upstream's figure, our models are rows counted whole, each with a warning"
+        "that does not report their lengths: upstream's figure for DSA, one document a row for our models, each with a warning"
     ),
     gain="nam56r: 20.85 GFLOP a token of training, where upstream counts 45.55",
     retire_when="upstream counts by the layers of the model that was built",

@@ -149,13 +149,13 @@ class LazyLogits:
 
 def _misuse(what: str) -> str:
     return (
-        f"the patch linear-cross-entropy left no logits for {what!r}, only their losses; revert the patch, or say to its "
-        "maintainers who needs them"
+        f"the patch linear-cross-entropy left no logits for {what!r}, only their losses; revert the patch, or tell its "
+        "maintainers what needs them"
     )
 
 
 def _main_grad(layer: Any, weight_VH: torch.Tensor) -> MainGrad | None:
-    """Compute the buffer to which stock's fused accumulation would add the weight's gradient; None if fusion is off."""
+    """Return the buffer to which stock's fused accumulation would add the weight's gradient; None if fusion is off."""
     from megacpp_mcore.ops.main_grad import MainGrad
 
     if not (layer.gradient_accumulation_fusion and hasattr(weight_VH, "main_grad")):
@@ -170,7 +170,7 @@ def _flagged(weight_VH: Any, buffer_VH: torch.Tensor) -> torch.Tensor | None:
 
 
 def placeholder(weight: Any) -> torch.Tensor | None:
-    """Flag to the data-parallel hooks that the gradient is in ``main_grad``; returns what to give autograd, so that they fire.
+    """Flag to the data-parallel hooks that the gradient is in ``main_grad``; returns what autograd must get for them to fire.
 
     Megatron adds it where ``zero_out_wgrad`` is set, as for tied embeddings, and there it is zero.
     """
@@ -179,7 +179,7 @@ def placeholder(weight: Any) -> torch.Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    # Not one for all weights of a shape, as stock's: that is there all the time, this one until the hook has run.
+    # Not shared by all weights of a shape, as stock's is: that one stays allocated, this one only until the hook has run.
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
@@ -189,7 +189,7 @@ def placeholder(weight: Any) -> torch.Tensor | None:
     make=bound_replacement,
 )
 def _with_lazy_logits(original: Function, bound: BoundArguments) -> Any:
-    """Replace ``GPTModel._postprocess`` and of ``HybridModel.forward``."""
+    """Replace ``GPTModel._postprocess`` and ``HybridModel.forward``."""
     import torch
 
     arguments = bound.arguments
@@ -227,7 +227,7 @@ def _note(model: Any, observed: str, reason: str) -> None:
 
 
 def _of_call(model: Any, arguments: Mapping[str, Any]) -> str | None:
-    """Return who other than stock's loss gets the logits of this call, if anybody."""
+    """Return what other than stock's loss gets the logits of this call, if anything."""
     from megatron.core.inference.utils import InferenceMode
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -360,10 +360,10 @@ PATCH = Patch(
         _followed_roll,
     ),
     seam=(
-        "both models, and MTP through process_mtp_loss, hand what the output layer returns to "
-        "compute_language_model_loss: one pair of places for every head, whoever wraps the loss in between; the two "
-        "only the forward methods know whether labels are given and who else wants logits, and in a hooked checkout each is "
-        "replaced when its module is imported, whether or not the other one's ever is; a depth's loss mask exists nowhere but "
+        "both models, and MTP through process_mtp_loss, pass what the output layer returns to "
+        "compute_language_model_loss: one pair of places for every head, whatever wraps the loss in between; "
+        "only the two forward methods know whether labels are passed and what else needs logits; in a hooked checkout each is "
+        "replaced when its module is imported, whether or not the other's ever is; a depth's loss mask exists nowhere but "
         "between roll_tensor and the product with the losses"
     ),
     leaves_alone=(
@@ -376,7 +376,7 @@ PATCH = Patch(
     ),
     gain=(
         "8192 tokens × 3584 × 65,536, bf16, one H200, the weight's gradient in main_grad: 18.9 ms and 1.1 GB instead of "
-        "stock's 22.3 ms and 5.4 GB (fused) or 25.2 ms and 3.2 GB; where nobody says what the losses are multiplied by, "
+        "stock's 22.3 ms and 5.4 GB (fused) or 25.2 ms and 3.2 GB; where the factor of the losses is unknown, "
         "24.2 ms and 0.6 GB"
     ),
     retire_when="megatron-core has a fused linear cross-entropy on Hopper for GPTModel, HybridModel and every MTP depth",

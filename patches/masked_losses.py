@@ -23,7 +23,7 @@ def _by_all_counted(original: Function, bound: BoundArguments) -> Any:
 
     Stock divides a rank's sum by the rank's own count, and the ranks are averaged. A loss function that has done this itself
     stays as it is: both of its numbers get the same factor. Without gradients, as in evaluation, nothing reads the quotient,
-    and data that is no loss is asked for on one rank alone: there nothing is exchanged.
+    and data that is not a loss is collected on one rank only: there nothing is exchanged.
     """
     import torch
     from megatron.core.parallel_state import get_context_parallel_group
@@ -31,16 +31,16 @@ def _by_all_counted(original: Function, bound: BoundArguments) -> Any:
     group = get_context_parallel_group(check_initialized=False)
     function, ranks = bound.arguments["loss_func"], bound.arguments.get("cp_group_size")
     is_loss = function is not None and not bound.arguments["collect_non_loss_data"] and torch.is_grad_enabled()
-    is_alone = ranks == 1 or group is None or group.size() == 1
-    if not is_loss or is_alone or bound.arguments["config"].calculate_per_token_loss:
+    is_single = ranks == 1 or group is None or group.size() == 1
+    if not is_loss or is_single or bound.arguments["config"].calculate_per_token_loss:
         return original(*bound.args, **bound.kwargs)
     size = group.size()
 
     def of_all_ranks(*inputs: Any, **more: Any) -> Any:
-        found = function(*inputs, **more)
-        if not isinstance(found, tuple) or len(found) != 3 or ranks not in (None, size):
-            return found
-        loss, tokens, logged = found
+        outputs = function(*inputs, **more)
+        if not isinstance(outputs, tuple) or len(outputs) != 3 or ranks not in (None, size):
+            return outputs
+        loss, tokens, logged = outputs
         total = tokens.to(loss.device, copy=True)
         torch.distributed.all_reduce(total, group=group)
         return loss * size, total, logged
@@ -77,7 +77,7 @@ PATCH = Patch(
         "megatron/core/transformer/moe/moe_utils.py"
     ),
     edits=(_by_all_counted, _same_count_on_all),
-    seam="both functions are handed, or return, the number of tokens by which a loss is divided or multiplied",
+    seam="both functions get, or return, the number of tokens by which a loss is divided or multiplied",
     leaves_alone=(
         "logged losses, evaluation; loss functions that return no number of tokens; losses by token of the main head, which "
         "are right; context-parallel groups of another size than the process's; MTP (mtp-shared-block)"

@@ -113,7 +113,7 @@ PATCH = Patch(
         "optimizer saves and loads by; the two load methods are those that upstream has not put under no_grad"
     ),
     leaves_alone=(
-        "optimizers whose parameters are of one kind; the training step, which goes by neither number; keys, shards and "
+        "optimizers whose parameters are of one kind; the training step, which uses neither number; keys, shards and "
         "formats; Megatron-FSDP"
     ),
     retire_when="upstream numbers all parameters of a mixed optimizer in the order in which it keeps them, and loads them",

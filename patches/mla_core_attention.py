@@ -11,7 +11,7 @@ Scope: ``MultiLatentAttention`` with stock core attention.
   batch-invariant attention, autocast, hooks on the module, and if PyTorch has no kernel either; with packed sequences also for
   padding between them, an additional mask, and keys with their own ``cu_seqlens``. There, too, Transformer Engine's own call of
   FlashAttention 4, in which 2.20.2 passes 4.0.0b36 a causal window that makes the output zero, is off from the patch's first
-  call on: it sets ``NVTE_FLASH_ATTN_V4=0`` in the process, if that is not set.
+  call: it sets ``NVTE_FLASH_ATTN_V4=0`` in the process, if that is not set.
 * ``DotProductAttention`` accepts ``k_channels`` and ``v_channels``, which stock refuses, so that ``--multi-latent-attention
   --transformer-impl local`` builds, and packed sequences. It runs a fused SDPA kernel or, without one (on a CPU, say), our
   chunked reference in float32; neither stores sequence × sequence scores. Dropout in training, windows and another softmax run
@@ -22,7 +22,7 @@ Packed sequences are read on the device, once per micro-batch for all layers. Ro
 
 Provenance: megatron-core 0.19.2 ``core/transformer/{multi_latent_attention,dot_product_attention}.py`` and
 ``core/extensions/transformer_engine.py``; Transformer Engine 2.20.2 ``pytorch/attention/dot_product_attention/utils.py``
-(``get_attention_backend``) and ``dot_product_attention.py`` beside it (``forward``).
+(``get_attention_backend``) and ``dot_product_attention.py`` next to it (``forward``).
 
 Shape legend: S queries, T keys, B batch, H heads of this rank, K query/key head dim, V value head dim.
 """
@@ -65,8 +65,8 @@ class Call(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Query, key and value in the op's layout: packed sequences become a batch of one."""
-        given = (self.query, self.key, self.value)
-        return given if self.packed is None else tuple(tensor.unsqueeze(1) for tensor in given)
+        qkv = (self.query, self.key, self.value)
+        return qkv if self.packed is None else tuple(tensor.unsqueeze(1) for tensor in qkv)
 
     def documents(self) -> dict[str, Any]:
         """Return the op's arguments that separate packed sequences; rows after the last sequence form one more."""
@@ -151,9 +151,9 @@ def _common_obstacle(call: Call, extra_kwargs: Mapping[str, Any]) -> str | None:
 
     core, config, axes = call.core, call.core.config, 4 if call.packed is None else 3
     tensors = (call.query, call.key, call.value)
-    given = sorted(name for name, value in extra_kwargs.items() if value is not None)
-    if given:
-        return f"it is called with {', '.join(given)}"
+    extras = sorted(name for name, value in extra_kwargs.items() if value is not None)
+    if extras:
+        return f"it is called with {', '.join(extras)}"
     if call.packed is not None and (obstacle := _packed_obstacle(call, call.packed)) is not None:
         return obstacle
     if any(type(tensor) is not torch.Tensor or tensor.dim() != axes for tensor in tensors):
@@ -181,7 +181,7 @@ def _packed_obstacle(call: Call, packed: Any) -> str | None:
     if starts is None or packed.cu_seqlens_kv is not starts:
         return "cu_seqlens_kv differs from cu_seqlens_q"
     # Transformer Engine's rule if pad_between_seqs is None.
-    dense = all(one is None for one in padded) or all(one is starts for one in padded)
+    dense = all(offsets is None for offsets in padded) or all(offsets is starts for offsets in padded)
     if packed.pad_between_seqs or (packed.pad_between_seqs is None and not dense):
         return "there is padding between packed sequences"
     if packed.cp_group is not None or packed.local_cp_size is not None:
@@ -319,8 +319,8 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
         utils = importlib.import_module(_TE_UTILS)
     except ImportError as error:
         return False, f"this Transformer Engine cannot be asked for its backend: {error}"
-    known = {field.name for field in dataclasses.fields(utils.AttentionParams)}
-    answer = utils.get_attention_backend(utils.AttentionParams(**{k: v for k, v in question if k in known}))
+    fields = {field.name for field in dataclasses.fields(utils.AttentionParams)}
+    answer = utils.get_attention_backend(utils.AttentionParams(**{k: v for k, v in question if k in fields}))
     if len(answer) != 6:
         words = f"this Transformer Engine answers with {len(answer)} values when asked for its backend; 6 are expected"
         return False, words
@@ -398,7 +398,7 @@ PATCH = Patch(
     name="mla-core-attention",
     fixes=(
         "where Transformer Engine has no fused kernel for an MLA's widths, or has loaded another cuDNN than torch's, "
-        "attention, packed or not, runs unfused without a word, with every score in memory; the local MLA spec cannot be "
+        "attention, packed or not, silently runs unfused, with every score in memory; the local MLA spec cannot be "
         "built, and its core attention takes no packed sequences"
     ),
     source=(

@@ -6,7 +6,7 @@ Scope: Megatron's loop. Other loops, which count for themselves, are left as the
 The loop sums each loss over the layers and divides by a count of its own. In 0.19 that includes every depth of multi-token
 prediction, with experts or without, and of a hybrid pattern those experts twice. The count also is the size of the tensor of a
 pipeline stage without experts, and is not that of the others. Since #6748 upstream counts the layers. Such a stage has the sum
-over the pipeline, but routers alone say over which ranks to go on: if it is the last, which prints, the share of one rank of
+over the pipeline, but only routers say over which ranks to reduce: if it is the last, which prints, the share of one rank of
 tensor or context parallelism was logged.
 """
 
@@ -52,11 +52,11 @@ def _counted(original: Function, bound: BoundArguments) -> Any:
     return original(*bound.args, **bound.kwargs)
 
 
-def _reduce_alike(given: Mapping[str, Any], layers: int) -> None:
-    """Give a stage whose layers recorded nothing the ranks over which the others reduce; ``given`` are report's arguments."""
+def _reduce_alike(arguments: Mapping[str, Any], layers: int) -> None:
+    """Give a stage whose layers recorded nothing the ranks over which the others reduce; ``arguments`` are of ``report``."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    tracker, names = given["self"], given.get("track_names") or ()
+    tracker, names = arguments["self"], arguments.get("track_names") or ()
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp_cp", "tp_dp_cp"])
     for name in set(names) & _REDUCED.keys():
         tracker.ensure_initialized(name, layers)
@@ -107,7 +107,7 @@ PATCH = Patch(
     ),
     source="megatron-core 0.19.2, megatron/core/transformer/moe/moe_logging.py and megatron/training/training.py",
     edits=(_counted, _within),
-    seam="the tracker's two methods: what layers add, and the one report of a step, which is told the counts",
+    seam="the tracker's two methods: what layers add, and the one report of a step, which gets the counts",
     leaves_alone="the losses that are trained; values by layer; the loop's other metrics; loops without Megatron's arguments",
     cost="one small all-reduce a step more",
     retire_when="upstream counts the layers that have added",

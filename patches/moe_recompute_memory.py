@@ -21,7 +21,7 @@ from megacpp_mcore.patches.machinery.record import Function, Patch, edit
     "af955e30825526623d4a1ec550d4483763991f11b53a01d38ba4996f0d4c77c0",
 )
 def _without_graphs(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``MoELayer.postprocess``, the last that a forward pass does with a dispatcher."""
+    """Replace ``MoELayer.postprocess``, the last use of a dispatcher in a forward pass."""
     output = original(self, *args, **kwargs)
     for holder in (self.token_dispatcher, getattr(self.token_dispatcher, "_comm_manager", None)):
         for name, value in dict(getattr(holder, "__dict__", {})).items():
@@ -38,7 +38,7 @@ PATCH = Patch(
     ),
     source="NVIDIA/Megatron-LM#3221; megatron-core 0.19.2, megatron/core/transformer/moe/token_dispatcher.py",
     edits=(_without_graphs,),
-    seam="postprocess is the last that a forward pass does with a dispatcher, whichever it is, also where it is recomputed",
+    seam="postprocess is the last use of a dispatcher in a forward pass, whichever it is, also where it is recomputed",
     leaves_alone="what a backward pass needs, which its graph holds by itself; values of the attributes",
     cost="microseconds of the host for a layer",
     gain="in fp32 on a CPU, by count: two tensors of the hidden states' size for a layer with experts",

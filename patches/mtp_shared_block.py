@@ -34,7 +34,7 @@ def _weighted_loss(original: Function, bound: BoundArguments) -> Any:
     Upstream weights every depth by λ/K; the product is λ·β^(k−1) / Σ β^(j−1) (FastMTP, arXiv 2509.18362). Only gradients are
     scaled, so that the logged losses stay plain means, over the tokens of all ranks that divide by one number
     (:func:`_over_ranks`): those of a row, and under losses by token all replicas (NVIDIA/Megatron-LM#7452, finding 3). Where
-    neither a log nor a gradient reads them, as in evaluation, ranks do not ask each other.
+    neither a log nor a gradient reads them, as in evaluation, ranks do not communicate.
     """
     import torch
     from megatron.core import parallel_state
@@ -93,9 +93,9 @@ def _over_ranks(compute: Callable[..., Any], arguments: dict[str, Any], group: A
     of_depths = iter(factors[1:])
 
     def loss(labels: Any, logits: Any) -> Any:
-        found = compute(labels, logits) * next(of_depths)
+        scaled = compute(labels, logits) * next(of_depths)
         # By token, stock multiplies by the tokens counted here before any were rolled away.
-        return _scale_gradient(found, 1 / factors[0]) if config.calculate_per_token_loss else found
+        return _scale_gradient(scaled, 1 / factors[0]) if config.calculate_per_token_loss else scaled
 
     return loss
 
@@ -111,8 +111,8 @@ def _roll(original: Function, call: SimpleNamespace) -> Any:
 
     Without context parallelism stock rolls the sequences one by one and reads their bounds on the host: two GPU syncs per
     sequence, for tokens, positions, labels and mask of every depth. Here they are all rolled at once, on the device. With it
-    stock expects that each sequence is cut over the ranks, but ``--dataloader-inter-document-masking`` cuts the row that holds
-    them: there the row is rolled, and what has come from the next sequence is cleared.
+    stock expects each sequence to be sharded over the ranks, but ``--dataloader-inter-document-masking`` shards the row that
+    holds them: there the row is rolled, and what has come from the next sequence is cleared.
     """
     tensor, cp_group, cu_seqlens = call.tensor, call.cp_group, call.packed_seq_params.cu_seqlens_q
     on_last = call.dims in (-1, tensor.dim() - 1)
@@ -160,7 +160,7 @@ PATCH = Patch(
     edits=(_block_spec, _weighted_loss, _roll),
     seam=(
         "mtp_block_spec is the one place where the builder turns a layer spec into an MTP spec, and sees the spec itself; "
-        "process_mtp_loss is handed the loss function it calls once a depth; all shifts of packed sequences are one function"
+        "process_mtp_loss gets the loss function that it calls once a depth; all shifts of packed sequences are one function"
     ),
     leaves_alone=(
         "specs without an mtp attribute, what is shifted where, shifts of sequences that context parallelism cuts one by one, "

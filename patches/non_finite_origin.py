@@ -11,8 +11,8 @@ On a GPU the host would wait for each loss and each bucket, twice. From the seco
 anyway, it reads all of them at once, before it decides on that; the layer behind a loss is then named as the step runs again.
 
 Nothing is computed while values are finite. A layer (:func:`hold`) leaves weak references to its input and output, which live
-as long as the backward pass needs them: when the loss is checked, they tell the first layer whose output is not finite. When
-gradients are checked they are gone, or in CUDA graphs overwritten, and the gradients themselves tell where the backward pass,
+as long as the backward pass needs them: when the loss is checked, they show the first layer whose output is not finite. When
+gradients are checked they are gone, or in CUDA graphs overwritten, and the gradients themselves show where the backward pass,
 which goes from the last layer to the first, went wrong. No collective is needed: other ranks may wait elsewhere. Where upstream
 runs the step again, layers are examined as they run.
 """
@@ -48,7 +48,7 @@ _examining = False
 
 
 def hold(layer: Any, given: Any, made: Any) -> None:
-    """Leave weak references to a layer's input and output; called by the layers after each forward pass."""
+    """Keep weak references to a layer's input and output; called by the layers after each forward pass."""
     global _examining
     vars(layer)[HELD] = (weakref.ref(given), weakref.ref(made))
     if _examining and not _finite(made):
@@ -61,8 +61,8 @@ def _chunks() -> list[Any]:
     """Return the model chunks of this process in forward order."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
-    return sorted(found, key=lambda chunk: getattr(chunk, "vp_stage", None) or 0)
+    chunks = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), LanguageModule)]
+    return sorted(chunks, key=lambda chunk: getattr(chunk, "vp_stage", None) or 0)
 
 
 def _layers(chunk: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def _rank() -> str:
 
 
 def origin(*, of_loss: bool) -> str:
-    """Where on this rank a value first became NaN or infinite, in words.
+    """Describe where on this rank a value first became NaN or infinite.
 
     Args:
         of_loss: whether the loss is not finite; otherwise a gradient.
@@ -118,15 +118,15 @@ def _activation(chunks: Sequence[Any]) -> str:
     for chunk in chunks:
         layers = [layer for layer in _layers(chunk) if HELD in vars(layer)]
         for layer in layers:
-            label, (given, made) = _label(layer), map(_alive, vars(layer)[HELD])
-            if layer is layers[0] and given is not None and not _finite(given):
+            label, (layer_input, output) = _label(layer), map(_alive, vars(layer)[HELD])
+            if layer is layers[0] and layer_input is not None and not _finite(layer_input):
                 if chunk.pre_process:
                     return f"the output of {_PARTS['embedding']} is not finite"
                 before = f"the pipeline stage before it, which ends with layer {layer.layer_number - 1}"
                 return f"the input of {label} is not finite: it comes from {before}"
-            if made is None:
+            if output is None:
                 unknown.append(label)
-            elif _finite(made):
+            elif _finite(output):
                 unknown.clear()
             else:
                 also = f" (those of {', '.join(unknown)} before it are no longer in memory)" if unknown else ""
@@ -137,31 +137,31 @@ def _activation(chunks: Sequence[Any]) -> str:
 
 
 def _gradient(chunks: Sequence[Any]) -> str:
-    """Where the backward pass went wrong, by the gradients of this rank."""
+    """Describe where the backward pass went wrong, by the gradients of this rank."""
     from megatron.core.utils import to_local_if_dtensor
 
     wrong: dict[str, list[str]] = {}  # names of parameters by part of the model, in forward order
     for chunk in chunks:
-        owners = {id(one): _label(layer) for layer in _layers(chunk) for one in layer.parameters()}
+        owners = {id(weight): _label(layer) for layer in _layers(chunk) for weight in layer.parameters()}
         for name, parameter in chunk.named_parameters():
             holders = (parameter, getattr(parameter, "main_param", None))
-            found = (getattr(one, kind, None) for kind in ("main_grad", "grad") for one in holders)
-            gradient = next((one for one in found if one is not None), None)
+            gradients = (getattr(holder, kind, None) for kind in ("main_grad", "grad") for holder in holders)
+            gradient = next((gradient for gradient in gradients if gradient is not None), None)
             if gradient is not None:
                 part = owners.get(id(parameter)) or _PARTS.get(name.partition(".")[0], "the final norm")
                 wrong.setdefault(part, []).extend([] if _finite(to_local_if_dtensor(gradient)) else [name])
     first = next((part for part in reversed(wrong) if wrong[part]), None)
     if first is None:
         return "every gradient on this rank is finite"
-    given = ", unless the loss or the next pipeline stage gave it such a gradient" if first == [*wrong][-1] else ""
+    caveat = ", unless the loss or the next pipeline stage gave it such a gradient" if first == [*wrong][-1] else ""
     return (
         f"the backward pass, which goes from the last layer to the first, went wrong in {first}: the gradients of "
-        f"{len(wrong[first])} of its parameters are not finite, such as that of {wrong[first][0]}{given}"
+        f"{len(wrong[first])} of its parameters are not finite, such as that of {wrong[first][0]}{caveat}"
     )
 
 
 def _mtp_losses() -> str:
-    """Which of MTP's losses, which upstream does not check, are not finite; empty if all are."""
+    """Report a loss of MTP that is not finite, as upstream does not check them; empty if all are finite."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     losses = MTPLossLoggingHelper.tracker.get("loss_values")
@@ -188,15 +188,15 @@ def _naming(
 
     global _examining
     if rejection_func not in (torch.isnan, torch.isinf) or not kwargs.get("fatal", True):
-        _check_waiting(self)  # else one that fails without stopping the run would be what the step is repeated for
+        _check_waiting(self)  # else the step would be repeated for one that fails without stopping the run
         original(self, result, rejection_func, message, *rest, **kwargs)
         return
     of_loss = "grad" not in message
     late = vars(self).setdefault(LATER, [])
     if late is not None and _can_wait(self, result):
         # A copy, as losses are divided in place.
-        known = late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
-        late.append((weakref.ref(result), known, rejection_func, message, rest, kwargs))
+        copied = late[-1][1] if late and late[-1][0]() is result else result.detach().clone()
+        late.append((weakref.ref(result), copied, rejection_func, message, rest, kwargs))
         if not of_loss:
             self.has_checked_gradients = True
         return
@@ -215,15 +215,15 @@ def _naming(
     if self.rerun_requested and not before:
         # What the layers made is gone by the time of a late check, or overwritten in CUDA graphs.
         is_gone = late is None and of_loss
-        found = f"{_rank()}: the layer is named as the step runs again" if is_gone else origin(of_loss=of_loss)
-        logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, found)
+        place = f"{_rank()}: the layer is named as the step runs again" if is_gone else origin(of_loss=of_loss)
+        logger.error("megacpp-mcore: step %d: %s; %s", self.current_iteration, message, place)
         _examining = True
     if not of_loss and (is_checked or self.mode.value == "disabled") and self.mode.value != "report_stats":
         self.has_checked_gradients = True
 
 
 def _can_wait(machine: Any, result: Any) -> bool:
-    """Whether a check may be made at the end of the step: a check that fails there has the step run again."""
+    """Return whether a check may be made at the end of the step: one that fails there makes the step run again."""
     return bool(
         getattr(getattr(result, "device", None), "type", "") == DEVICE
         and machine.mode.value == "validate_results"
@@ -275,7 +275,7 @@ def _finite_norm(original: Function, self: Any) -> Any:
     if norm is None or (in_memory and getattr(get_rerun_state_machine(), "has_checked_gradients", False)):
         return norm
     value = float(norm)
-    skips = any(math.isfinite(one.config.grad_norm_skip_threshold) for one in self.chained_optimizers)
+    skips = any(math.isfinite(optimizer.config.grad_norm_skip_threshold) for optimizer in self.chained_optimizers)
     if math.isnan(value) or (math.isinf(value) and not skips):
         raise NonFiniteError(f"the gradient norm is {value}; no parameter was updated; {origin(of_loss=False)}")
     return norm
@@ -291,7 +291,7 @@ PATCH = Patch(
     edits=(_naming, _at_once, _finite_norm),
     seam=(
         "every check of a loss or of gradients ends in validate_result; should_run_forward_backward decides whether to run the "
-        "step again; every step of every optimizer asks for the gradient norm first"
+        "step again; every step of every optimizer computes the gradient norm first"
     ),
     leaves_alone=(
         "other checks (spiky losses, large gradients); the second run of a step whose values are not finite, its checkpoint "

@@ -1,20 +1,20 @@
-"""optimizer-resharding: optimizer state goes from one parallel layout, and kind of optimizer, to another.
+"""optimizer-resharding: optimizer state moves between parallel layouts and kinds of optimizer.
 
 With ``--dist-ckpt-optim-fully-reshardable`` upstream gathers all state of the distributed optimizer on every rank, without the
-padding between gradient buckets, and cuts it by positions that count the padding: past the first bucket a parameter is saved
+padding between gradient buckets, and shards it by positions that count the padding: past the first bucket a parameter is saved
 with its neighbours' numbers. Here each rank saves and loads its own part of a parameter where it lies in the whole tensor, in
 boxes. Names, shapes and values in the checkpoint are upstream's of a single bucket, but for the remainders of the
 precision-aware optimizer, which have a name of their own; what upstream saved so is loaded, and what it saved wrongly is
 refused where that shows: fp32 main parameters do not round to 16-bit weights.
 
 What is not a tensor differs between layouts: with tensor or expert parallelism the experts have their own optimizer, and a
-distributed optimizer's groups count Adam's steps, which a plain one keeps beside them. Each optimizer of the run is given the
-groups of the checkpoint that are its own.
+distributed optimizer's groups count Adam's steps, which a plain one keeps next to them. Each optimizer of the run gets its own
+groups of the checkpoint.
 
 Activate: applied by ``--spec megacpp_mcore nam56r`` (with either model class), or by name. Between kinds of
 optimizer it needs ``checkpoint-layout``.
-Scope: the fully reshardable format of the distributed optimizer, and loads whose optimizers are others than the checkpoint's.
-Upstream mends the buckets, gathering, in pull request 5077.
+Scope: the fully reshardable format of the distributed optimizer, and loads whose optimizers differ from the checkpoint's.
+Upstream fixes the buckets, still gathering, in pull request 5077.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _refusals: list[str] | None = None
     "06adc6c285a834dcc405e64b8a915059367a7f4ad4566ced8679ea7f2712ce5c",
 )
 def _refused_together(original: Function, ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``load_checkpoint(ddp_model, optimizer, …)``: what the optimizer of one rank refuses is refused by all ranks.
+    """Replace ``load_checkpoint(ddp_model, optimizer, …)``: what one rank's optimizer refuses, all ranks refuse.
 
     A rank that raised by itself would leave the others in the load's barrier; those without trainable parameters load nothing.
     """
@@ -95,12 +95,12 @@ def _in_place(
             is_other = name == _MAIN and metadata.get(UNSHARDED)
             if name == _STEP or (is_other and parameter.dtype == torch.float32):
                 continue
-            # Whole main parameters are none of 16 bits: no run may take one for the other.
+            # Whole main parameters are never of 16 bits: no run may mistake one for the other.
             named = f"optimizer.state.{'fp32_param' if is_other else name}"
             prefix = f"{REMAINDER if flat.dtype == torch.int16 else named}."
             replica = self.distributed_optimizer_instance_id
-            found = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
-            state[index][name] = {at: _owned(box, replica, is_loading) for at, box in found}
+            placed = _boxes_of(entries[id(parameter)], prefix, flat.detach(), owned.start)
+            state[index][name] = {at: _owned(box, replica, is_loading) for at, box in placed}
     return state
 
 
@@ -113,12 +113,12 @@ def _owned(box: Any, replica: int, is_loading: bool) -> Any:
 
 
 def _boxes_of(entry: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[tuple[int, Any]]:
-    """Make ShardedTensors of a part of a parameter's state: views of ``flat``, from its number ``start``, and where.
+    """Yield ShardedTensors of a part of a parameter's state, views of ``flat``, which begins at number ``start``, with offsets.
 
     No piece has the rows that fill up a projection: they are zero.
 
     Args:
-        entry: ShardedTensor or ShardedTensorFactory of the parameter, which says where its pieces lie in the checkpoint.
+        entry: ShardedTensor or ShardedTensorFactory of the parameter, which defines where its pieces lie in the checkpoint.
         prefix: of the keys.
 
     Raises:
@@ -323,14 +323,14 @@ def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, A
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     names = [name for name in param_group_identifier_keys if name != _EXPERT]
-    wanted = _named(group, names)
-    found = [one for part in saved for one in _groups(part) if _named(one, names) == wanted]
-    if not found:
+    settings = _named(group, names)
+    matches = [saved_group for part in saved for saved_group in _groups(part) if _named(saved_group, names) == settings]
+    if not matches:
         raise CheckpointError(
-            f"the checkpoint's optimizer has no group of parameters like {wanted}; train "
+            f"the checkpoint's optimizer has no group of parameters like {settings}; train "
             "with its settings, or load without the optimizer's state (--no-load-optim)"
         )
-    return next((one for one in found if one.get(_EXPERT) == group.get(_EXPERT)), found[0])
+    return next((saved_group for saved_group in matches if saved_group.get(_EXPERT) == group.get(_EXPERT)), matches[0])
 
 
 def _named(group: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ PATCH = Patch(
             _without_apex.make,
         ),
     ),
-    seam="the constructor asks the configuration once and keeps the answer; the forward pass reads what it kept",
+    seam="the constructor reads the configuration once and stores the answer, which the forward pass uses",
     leaves_alone="models built without fusion; hosts with Apex; Transformer Engine's layers, which have kernels of their own",
     cost="nothing",
     gain="Transformer Engine's layers write no 16-bit weight gradients",

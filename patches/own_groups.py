@@ -1,4 +1,4 @@
-"""own-groups: modules that are given a tensor-parallel group of their own use it throughout.
+"""own-groups: modules with a tensor-parallel group of their own use it throughout.
 
 Activate: ``megacpp_mcore.patches.apply(["own-groups"])`` before the model is built.
 Scope: modules whose ``pg_collection.tp`` is not the process's tensor-parallel group: GPTModel with a padding mask under
@@ -21,18 +21,18 @@ from megacpp_mcore.patches.machinery.record import Function, Patch, bound_replac
     make=bound_replacement,
 )
 def _cut_as_the_hidden_states(original: Function, bound: BoundArguments) -> Any:
-    """Replace ``GPTModel._preprocess``: the padding mask, [B, S], is cut over the model's group, as the embeddings are."""
+    """Replace ``GPTModel._preprocess``: the padding mask, [B, S], is sharded over the model's group, as the embeddings are."""
     self = bound.arguments["self"]
     from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 
     mask: Any = bound.arguments.get("padding_mask")
-    is_cut = self.config.sequence_parallel and self.pre_process and bound.arguments.get("decoder_input") is None
-    if mask is None or not is_cut or mask.shape != bound.arguments["input_ids"].shape:  # stock refuses it
+    is_sharded = self.config.sequence_parallel and self.pre_process and bound.arguments.get("decoder_input") is None
+    if mask is None or not is_sharded or mask.shape != bound.arguments["input_ids"].shape:  # stock refuses it
         return original(*bound.args, **bound.kwargs)
     bound.arguments["padding_mask"] = None
-    found = original(*bound.args, **bound.kwargs)  # the mask is the sixth
-    own = scatter_to_sequence_parallel_region(mask.transpose(0, 1).contiguous(), group=self.pg_collection.tp)
-    return (*found[:5], own.transpose(0, 1).contiguous(), *found[6:])
+    outputs = original(*bound.args, **bound.kwargs)  # the mask is the sixth
+    mask_shard = scatter_to_sequence_parallel_region(mask.transpose(0, 1).contiguous(), group=self.pg_collection.tp)
+    return (*outputs[:5], mask_shard.transpose(0, 1).contiguous(), *outputs[6:])
 
 
 @edit(
@@ -41,7 +41,7 @@ def _cut_as_the_hidden_states(original: Function, bound: BoundArguments) -> Any:
     make=bound_replacement,
 )
 def _of_own_group(original: Function, bound: BoundArguments) -> None:
-    """Replace ``CrossAttention.__init__``: projections of queries, keys and values are cut over the attention's group."""
+    """Replace ``CrossAttention.__init__``: projections of queries, keys and values are sharded over the attention's group."""
     if (groups := bound.arguments.get("pg_collection")) is not None:
         parts = bound.arguments["submodules"]
         bound.arguments["submodules"] = dataclasses.replace(
@@ -58,7 +58,7 @@ def _of_own_group(original: Function, bound: BoundArguments) -> None:
     "f3af3bcce3efd51643ab9bf4a6f7010c432b49769f0dff366a74f14980bf3fa1",
 )
 def _of_the_process(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``LLaVAModel._process_embedding_token_parallel``: another group than the process's is refused."""
+    """Replace ``LLaVAModel._process_embedding_token_parallel``: refuse any group but the process's."""
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
     if self.sequence_parallel_lm and self.pg_collection.tp is not get_tensor_model_parallel_group():
@@ -80,8 +80,8 @@ PATCH = Patch(
         "megatron/core/transformer/attention.py and megatron/core/models/multimodal/llava_model.py"
     ),
     edits=(_cut_as_the_hidden_states, _of_own_group, _of_the_process),
-    seam="the three are handed the group, and pass none to what cuts",
-    leaves_alone="modules of the process's group; what LLaVAModel cuts, which is refused",
+    seam="the three get the group, but do not pass it to what shards",
+    leaves_alone="modules of the process's group; the sharding of LLaVAModel, which is refused",
     retire_when="upstream passes the group on",
     cost="nothing",
 )

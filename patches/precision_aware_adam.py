@@ -48,7 +48,7 @@ def _with_own_adam(
     """Replace ``_get_megatron_optimizer_based_on_param_groups(config, model_chunks, param_groups, …)``.
 
     Raises:
-        ModelError: what the optimizer is to keep, or how it is to step, is nothing that it can.
+        ModelError: what the optimizer is to keep, or how it is to step, is not supported.
     """
     module = importlib.import_module(_MODULE)
     if (
@@ -81,10 +81,10 @@ def _with_own_adam(
 
 
 def _obstacle(config: Any) -> str | None:
-    """Return what the configuration asks that :class:`PrecisionAwareAdam` does not do."""
+    """Return what the configuration requests that :class:`PrecisionAwareAdam` does not support."""
     import torch
 
-    for name, known in (
+    for name, supported in (
         ("optimizer_cpu_offload", (False,)),
         ("use_distributed_optimizer", (True,)),
         ("main_params_dtype", (torch.float32,)),
@@ -94,8 +94,8 @@ def _obstacle(config: Any) -> str | None:
         ("optimizer_cuda_graph", (False,)),
         ("use_precision_aware_optimizer_no_fp8_or_ds_fp8", (True,)),
     ):
-        if (found := getattr(config, name)) not in known:
-            return f"{name} is {found}, with --use-precision-aware-optimizer expected {' or '.join(map(str, known))}"
+        if (configured := getattr(config, name)) not in supported:
+            return f"{name} is {configured}, with --use-precision-aware-optimizer expected {' or '.join(map(str, supported))}"
     return None
 
 
@@ -108,7 +108,7 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/core/optimizer/optimizer_config.py and megatron/core/optimizer/__init__.py",
     edits=(_without_transformer_engine, _with_own_adam),
     seam=(
-        "the configuration's check is where upstream asks for Transformer Engine; "
+        "the configuration's check is where upstream requires Transformer Engine; "
         "_get_megatron_optimizer_based_on_param_groups "
         "makes the inner optimizer, which the distributed one knows by four methods"
     ),

@@ -3,7 +3,7 @@
 Upstream writes each index in place and later uses any file of the right name: half a file ends every later start, and changed
 entries train on other samples. For a split without a token, such as one of few documents, it counts epochs without end.
 
-Upstream builds on rank 0 alone, before the others read. Here a rank that then does not find them builds them, once per folder:
+Upstream builds on rank 0 only, before the others read. Here a rank that then finds none builds them, once per folder:
 hosts need not share it.
 
 Activate: applied by the launcher for the specs of this package; or ``megacpp_mcore.patches.apply(["sample-indices"])``.
@@ -75,7 +75,7 @@ def _checked(original: Function, self: Any) -> Any:
     "2a8e50253a5e1dd6859c6f410d6ddc687c47834363210a72609bb435610cf996",
 )
 def _counted(original: Function, self: Any, num_tokens_per_epoch: int) -> Any:
-    """Replace the method that adds up epochs until there are tokens for all samples."""
+    """Replace the method that adds epochs until there are tokens for all samples."""
     if num_tokens_per_epoch <= 0 and self.num_samples is not None:
         raise DataError(
             f"the {self.index_split.name} split of {self.dataset_path} has no token: --split {self.config.split} leaves it "
@@ -83,8 +83,8 @@ def _counted(original: Function, self: Any, num_tokens_per_epoch: int) -> Any:
             code="empty-split",
         )
     sample = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
-    whole = self.index_split.name != "valid" or self.config.drop_last_partial_validation_sequence
-    if self.num_samples is None and whole and num_tokens_per_epoch < sample:
+    needs_full_sample = self.index_split.name != "valid" or self.config.drop_last_partial_validation_sequence
+    if self.num_samples is None and needs_full_sample and num_tokens_per_epoch < sample:
         raise DataError(
             f"the {self.index_split.name} split of {self.dataset_path} has {num_tokens_per_epoch} tokens, and one sample "
             f"{sample}: leave it out, or give the datasets weights, by which it is repeated",
@@ -108,14 +108,14 @@ def problem_of(folder: Path, base: str) -> str | None:
 
 @contextlib.contextmanager
 def _in_turn(lock: Path) -> Iterator[None]:
-    """On rank 0, nothing: stock has the others wait for it. On another, wait for those that have this folder, and be rank 0."""
+    """On rank 0, do nothing: stock makes the others wait. On another, wait for those with this folder, then be rank 0."""
     from torch import distributed
 
     with contextlib.ExitStack() as stack:
         with _building:  # else this rank may be taken for rank 0
             is_first = rank_and_size()[0] == 0
         if not is_first:
-            with contextlib.suppress(OSError):  # without locks, each builds the same and replaces it whole
+            with contextlib.suppress(OSError):  # without locks, each builds the same and replaces it atomically
                 descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks what can be written
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -24,7 +24,7 @@ _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 _COMPLETE = "megacpp_gradients_complete"
-"""Attribute of an unwrapped model chunk whose latest gradients a schedule has reduced and nobody has finalized since."""
+"""Attribute of an unwrapped model chunk whose latest gradients a schedule has reduced and that were not finalized since."""
 
 
 class _Undistributed:

@@ -40,12 +40,12 @@ def import_named(module: str, attribute: str) -> Any:
     """
     try:
         # As upstream: with a fromlist, a submodule of that name is imported as well.
-        found = __import__(module, fromlist=[attribute])
-    except Exception as error:  # with the words of Megatron's main, which some search for
+        imported = __import__(module, fromlist=[attribute])
+    except Exception as error:  # worded as in Megatron's main, as some search for it
         cause = f"{type(error).__name__}: {error}"
         raise SpecImportError(f"Could not import module '{module}' for spec '{attribute}': {cause}") from error
     try:
-        return getattr(found, attribute)
+        return getattr(imported, attribute)
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise SpecImportError(f"Could not find spec '{attribute}' in module '{module}': {cause}") from error

@@ -81,7 +81,7 @@ PATCH = Patch(
     source="megatron-core 0.19.2, megatron/core/optimizer/distrib_optimizer.py",
     edits=(_from_the_first_step_on, _with_counts_of_their_own, _without_the_count),
     seam=(
-        "state_dict and load_state_dict are the two places that read and write the count; every format hands a parameter's "
+        "state_dict and load_state_dict are the two places that read and write the count; every format passes a parameter's "
         "tensors to _set_main_param_and_optimizer_states"
     ),
     leaves_alone="Transformer Engine's and Apex's Adam, SGD, offloading to the CPU, Megatron-FSDP; what is saved, and how",

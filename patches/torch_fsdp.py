@@ -9,7 +9,7 @@ Optimizer state can be loaded: torch_dcp loads into existing tensors, and before
 Megatron's ``torch`` format, saved by unsharded replicas, is copied into the model: stock reads it, but does not apply it.
 
 Activate: applied by the spec; or ``megacpp_mcore.patches.apply(["torch-fsdp"])``.
-Scope: models wrapped by TorchFullyShardedDataParallel; only of ours other runs are refused, and other modules are wrapped.
+Scope: models wrapped by TorchFullyShardedDataParallel; for ours only, unsupported runs are refused, and other modules wrapped.
 Provenance: PyTorch 2.11 ``distributed/fsdp``, and the files of the record.
 """
 
@@ -41,28 +41,28 @@ def _by_block(
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch.distributed.fsdp import FSDPModule
 
-    ours = hasattr(config, checkpoint_layout.KEY)  # what other models are given is stock's affair
+    ours = hasattr(config, checkpoint_layout.KEY)  # other models are left to stock
     if ours:
         _check(config, ddp_config)
     stock = importlib.import_module(_STOCK)
     parameters = list(module.parameters())
     is_mixed = len({parameter.dtype for parameter in parameters}) > 1
-    whole = [parameter for parameter in parameters if is_mixed and parameter.dtype == torch.float32]
-    shard = functools.partial(stock.fully_shard, ignored_params=set(whole))
+    replicated = [parameter for parameter in parameters if is_mixed and parameter.dtype == torch.float32]
+    shard = functools.partial(stock.fully_shard, ignored_params=set(replicated))
     if ours and not args:
         kwargs.setdefault("sub_modules_to_wrap", {TransformerLayer, LanguageModelEmbedding})
     with mock.patch.object(stock, "fully_shard", shard):
         original(self, config, ddp_config, module, *args, **kwargs)
-    self.whole_parameters = whole
+    self.whole_parameters = replicated
     device = self.device_mesh.device_type
-    for parameter in whole:
+    for parameter in replicated:
         parameter.data = parameter.data.to(device)
         parameter.shared = self.process_group.rank() > 0  # in Megatron: another rank counts it in the norm
     module.set_reshard_after_forward(False, recurse=False)  # the backward pass needs its weights first
     if config.mtp_num_layers:
-        for one in module.modules():
-            if isinstance(one, LanguageModelEmbedding | MultiTokenPredictionBlock):
-                for inner in one.modules():
+        for submodule in module.modules():
+            if isinstance(submodule, LanguageModelEmbedding | MultiTokenPredictionBlock):
+                for inner in submodule.modules():
                     if isinstance(inner, FSDPModule):
                         inner.set_reshard_after_forward(False)
 
@@ -102,7 +102,7 @@ def _with_whole_parameters(original: Function, self: Any, force_all_reduce: bool
         flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained])
         torch.distributed.all_reduce(flat, group=self.process_group)
         flat /= self.process_group.size()
-        for parameter, mean in zip(trained, flat.split([one.numel() for one in trained]), strict=True):
+        for parameter, mean in zip(trained, flat.split([param.numel() for param in trained]), strict=True):
             # Megatron's optimizer reads gradients of fp32 parameters in a bf16 model from here.
             parameter.grad = parameter.main_grad = mean.view_as(parameter)
 
@@ -113,12 +113,12 @@ def _with_whole_parameters(original: Function, self: Any, force_all_reduce: bool
 )
 def _with_state_to_load(original: Function, self: Any, is_loading: bool = False) -> Any:
     """Replace ``ChainedOptimizer.state_dict()``, which the loader of torch_dcp calls with ``is_loading``."""
-    for one in self.chained_optimizers if is_loading else ():
-        adam = one.optimizer
+    for optimizer in self.chained_optimizers if is_loading else ():
+        adam = optimizer.optimizer
         if not adam.state and is_torch_adam(adam):
             begin(adam)
         elif not adam.state:
-            one.init_state_fn(adam, one.config)
+            optimizer.init_state_fn(adam, optimizer.config)
             for group in adam.param_groups:
                 group.setdefault("step", 0)  # Transformer Engine's Adam counts steps there
     return original(self)
@@ -136,13 +136,13 @@ def _with_whole_tensors(original: Function, self: Any, state_dict: Any, strict: 
     """
     from torch.distributed.tensor import DTensor
 
-    read = {name for name, one in state_dict.items() if isinstance(one, DTensor) and one.placements[0].is_replicate()}
+    read = {name for name, t in state_dict.items() if isinstance(t, DTensor) and t.placements[0].is_replicate()}
     if not read:
         return
     own = self.module.state_dict()
     values = {
-        name: one.to_local() if name in read and not isinstance(own.get(name), DTensor) else one
-        for name, one in state_dict.items()
+        name: t.to_local() if name in read and not isinstance(own.get(name), DTensor) else t
+        for name, t in state_dict.items()
     }
     self.module.load_state_dict(values, strict=strict)
 

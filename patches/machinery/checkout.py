@@ -67,9 +67,9 @@ class Checkout:
         if missing := [name for name in files if not (self.root / name).is_file()]:
             above = [folder for folder in self.root.parents if all((folder / name).is_file() for name in files)]
             hint = (
-                f"did you mean {above[0]}?" if above else "give the folder that has megatron/ and pretrain_gpt.py in it"
+                f"did you mean {above[0]}?" if above else "pass the folder that contains megatron/ and pretrain_gpt.py"
             )
-            message = f"{self.root} is not a Megatron-LM checkout: there is no {', '.join(missing)} in it; {hint}"
+            message = f"{self.root} is not a Megatron-LM checkout: it has no {', '.join(missing)}; {hint}"
             raise CheckoutError(message, code="no-checkout")
         # If __init__.py is a symbolic link, its target is replaced, and the link stays.
         self.file = Path(os.path.realpath(self.root / HOOKED_FILE))
@@ -107,24 +107,24 @@ class Checkout:
         Raises:
             PatchError: lists every problem found; nothing was changed.
         """
-        wanted = [patch.name for patch in self.registry.select(names)]
-        if not wanted:
+        chosen = [patch.name for patch in self.registry.select(names)]
+        if not chosen:
             available = ", ".join(patch.name for patch in self.registry.patches)
             raise PatchError(f"no patch was named; available: {available}", code="unnamed")
-        if found := sorted(self.root.glob("megatron_core-*.dist-info")):
+        if dist_info := sorted(self.root.glob("megatron_core-*.dist-info")):
             raise PatchError(
-                f"{self.root} holds an installed megatron-core ({found[0].name}), not a checkout; nothing was changed: "
+                f"{self.root} holds an installed megatron-core ({dist_info[0].name}), not a checkout; nothing was changed: "
                 "patch the process instead (`megacpp-mcore launch --patch NAME`, or megacpp_mcore.patches.apply)"
             )
         with self._locked():
             content = self.content()
-            fresh = tuple(name for name in wanted if name not in content.names)
+            fresh = tuple(name for name in chosen if name not in content.names)
             hooked = (*content.names, *fresh)
             refuse(self._unchanged, self._copy_problems(content) or self.unfit(hooked))
             notices = self._refuse_dirty(content, allow_dirty) if fresh else []
             self._write(content, hooked, content.found_sha256)
-        notices += [f"importing megatron.core takes this package now: {it}" for it in self._import_problems()]
-        return Outcome(fresh, tuple(name for name in wanted if name not in fresh), hooked, tuple(notices))
+        notices += [f"importing megatron.core now requires this package: {it}" for it in self._import_problems()]
+        return Outcome(fresh, tuple(name for name in chosen if name not in fresh), hooked, tuple(notices))
 
     def revert(self, names: Iterable[str] | None = None) -> Outcome:
         """Remove the named patches from the hook line; with the last one, or with ``names`` None, the line itself.
@@ -134,20 +134,20 @@ class Checkout:
         Raises:
             PatchError: nothing was changed.
         """
-        wanted = None if names is None else [patch.name for patch in self.registry.select(names)]
+        chosen = None if names is None else [patch.name for patch in self.registry.select(names)]
         with self._locked():
             content = self.content()
-            gone = tuple(name for name in (content.names if wanted is None else wanted) if name in content.names)
-            rest = tuple(name for name in content.names if name not in gone)
-            if gone and rest:  # rewriting the line needs the patch records of the copy that wrote it
+            removed = tuple(name for name in (content.names if chosen is None else chosen) if name in content.names)
+            remaining = tuple(name for name in content.names if name not in removed)
+            if removed and remaining:  # rewriting the line needs the patch records of the copy that wrote it
                 refuse(self._unchanged, self._copy_problems(content))
-            self._write(content, rest, content.sha256)
-        unchanged = tuple(name for name in wanted or () if name not in gone)
+            self._write(content, remaining, content.sha256)
+        unchanged = tuple(name for name in chosen or () if name not in removed)
         notice = f"{self.file} was otherwise edited since it was hooked: only the hook line was touched"
-        return Outcome(gone, unchanged, rest, (notice,) if gone and content.is_edited else ())
+        return Outcome(removed, unchanged, remaining, (notice,) if removed and content.is_edited else ())
 
     def status(self, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
-        """One JSON-ready record per patch; changes nothing.
+        """Return one JSON-ready record per patch; changes nothing.
 
         ``state`` is ``applied``, ``not applied``, ``target changed``, ``target not found`` or
         ``hooked by another copy``; ``hooked`` says whether the line names the patch. For a
@@ -179,10 +179,10 @@ class Checkout:
             PatchError: lists every problem.
         """
         content = self.content()
-        wanted = () if names is None else [patch.name for patch in self.registry.select(names)]
+        chosen = () if names is None else [patch.name for patch in self.registry.select(names)]
         if not content.names:
             raise PatchError(f"{self.file} has no hook line: no patch is applied to {self.root}", code="no-hook-line")
-        problems = [f"{name} is not applied" for name in wanted if name not in content.names]
+        problems = [f"{name} is not applied" for name in chosen if name not in content.names]
         if content.is_edited:
             problems.append(
                 f"{self.file} was edited since it was hooked: without the hook line it has SHA-256 "
@@ -203,31 +203,31 @@ class Checkout:
             PatchError: the patches do not fit, or there is nothing to export.
         """
         content = self.content()
-        wanted = [patch.name for patch in self.registry.select(content.names if names is None else names)]
-        if not wanted:
+        chosen = [patch.name for patch in self.registry.select(content.names if names is None else names)]
+        if not chosen:
             raise PatchError("name the patches to export (none is applied to this checkout)", code="nothing-to-export")
-        refuse("nothing was exported", self.unfit(wanted))
-        return git.patch_between(content.without, self._hooked(content, wanted, content.found_sha256), HOOKED_FILE)
+        refuse("nothing was exported", self.unfit(chosen))
+        return git.patch_between(content.without, self._hooked(content, chosen, content.found_sha256), HOOKED_FILE)
 
     def _copy_problems(self, content: Content) -> list[str]:
-        here, known = megacpp_mcore.__version__, {patch.name for patch in self.registry.patches}
-        if content.version in ("", here) and known.issuperset(content.names):
+        own_version, own_names = megacpp_mcore.__version__, {patch.name for patch in self.registry.patches}
+        if content.version in ("", own_version) and own_names.issuperset(content.names):
             return []
         return [
             f"{self.file} is already hooked by another copy, megacpp-mcore {content.version} with the patches "
-            f"{', '.join(content.names)}; this is {here}, whose records differ: "
-            f"`megacpp-mcore patch revert --checkout {self.root}` takes that hook out, then apply with one copy"
+            f"{', '.join(content.names)}; this is {own_version}, whose records differ: "
+            f"`megacpp-mcore patch revert --checkout {self.root}` removes that hook; then apply with one copy only"
         ]
 
     def _import_problems(self) -> list[str]:
         """Problems if a fresh Python in the checkout does not find this version of the package, which the hook line imports."""
         command = [sys.executable, "-c", "import megacpp_mcore.patches.hook; print(megacpp_mcore.__version__)"]
         done = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
-        start, found, here = f"a Python started in {self.root}", done.stdout.strip(), megacpp_mcore.__version__
+        start, imported, expected = f"a Python started in {self.root}", done.stdout.strip(), megacpp_mcore.__version__
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return [f"{start} cannot import megacpp_mcore ({last}): install it there with pip"]
-        return [f"{start} imports megacpp-mcore {found}, expected {here}"] if found != here else []
+        return [f"{start} imports megacpp-mcore {imported}, expected {expected}"] if imported != expected else []
 
     def _target_row(self, edit: Edit, refusal: Refusal) -> dict[str, Any]:
         row: dict[str, Any] = {"target": edit.target, "state": refusal.state, "diff": None}
@@ -251,7 +251,7 @@ class Checkout:
         if changed and not allow_dirty:
             raise PatchError(
                 f"{self.root} is dirty: {shown} differ from what was committed or hooked; nothing was changed: commit or "
-                "restore them (an update below the hook line: `patch revert`, then apply), or say --allow-dirty to patch "
+                "restore them (an update below the hook line: `patch revert`, then apply), or pass --allow-dirty to patch "
                 "the checkout as it is",
                 code="dirty",
             )
@@ -275,7 +275,7 @@ class Checkout:
                 path = self.root / PACKAGE_INFO_FILE
                 lock = None
                 while lock is None or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                    # Open for writing, as locks need it to be on NFS, where it can be; git may put another in its place.
+                    # Opened for writing where possible, as locks on NFS require it; git may replace the file meanwhile.
                     lock = stack.enter_context(open(path, "r+b" if os.access(path, os.W_OK) else "rb"))
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 for leftover in self.file.parent.glob(f"{self.file.name}{TEMPORARY}*~"):
@@ -283,6 +283,6 @@ class Checkout:
                 yield
         except OSError as error:
             raise PatchError(
-                f"{self.root} cannot be written to ({error}); nothing was changed: it has to be writable for this user, "
-                "or take a copy of it that is"
+                f"{self.root} cannot be written to ({error}); nothing was changed: make it writable for this user, "
+                "or use a copy that is"
             ) from error

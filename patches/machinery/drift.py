@@ -1,7 +1,7 @@
-"""What of a Megatron tree differs from the one that this package was written for, and is used by it; nothing is imported.
+"""Compares what this package uses of Megatron with the tree that it was written for; nothing is imported.
 
-Compared are the targets of the patches, functions whose contract the package relies on without replacing them, the functions
-and classes that it imports by name, Megatron's flags and the fields of its configurations that it names.
+That is: the targets of the patches, functions whose contract the package relies on without replacing them, the functions
+and classes that it imports by name, and the flags and configuration fields of Megatron that it names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megacpp_mcore.versions import CHECKOUT_TAG
 
 VERDICTS = ("fits", "fingerprints to add", "code to review", "broken")
 """By exit status."""
-# CHANGED: it cannot be said how, as no source with a known fingerprint is at hand.
+# CHANGED: how is unknown, as no source with a known fingerprint is available.
 EQUAL, COMMENTS, CODE, CHANGED, GONE = "equal", "comments only", "code", "changed", "gone"
 _STATUS = {EQUAL: 0, COMMENTS: 1, CODE: 2, CHANGED: 2, GONE: 3}
 _OPTIONAL = "=…"
@@ -66,7 +66,7 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
         trees = list(bases.values())
         if not trees:
             notes.append("no tag and no installed megatron-core to compare with: only fingerprints were compared")
-        contracts = tuple(Edit(name, known, lambda original: original) for name, known in watched.SOURCES.items())
+        contracts = tuple(Edit(name, sha256, lambda original: original) for name, sha256 in watched.SOURCES.items())
         records = {patch.name: (patch.edits, patch.upstream) for patch in checkout.registry.patches}
         patches: list[dict[str, Any]] = []
         for name, (edits, upstream) in {**records, "not patched": (contracts, ())}.items():
@@ -79,12 +79,12 @@ def examine(checkout: Checkout, since: str | None = None) -> dict[str, Any]:
             uses[kind].setdefault(name, set()).add(file)
         passed = {symbol: max(map(int, counts)) for symbol, counts in uses["calls"].items()}
         imported = _symbols(uses["symbols"], passed, trees[0], checkout.tree) if trees else []
-        known = _names(trees[0]) if trees else {"flags": set(), "fields": set()}
-        named = {kind: uses[kind].keys() & names for kind, names in known.items()}
+        stock_names = _names(trees[0]) if trees else {"flags": set(), "fields": set()}
+        named = {kind: uses[kind].keys() & names for kind, names in stock_names.items()}
         gone = {kind: sorted(named[kind] - names) for kind, names in _names(checkout.tree).items()}
     # A parameter that need not be passed changes no call of ours.
-    met = [row for row in imported if row["state"] == GONE or any(_OPTIONAL not in it for it in row["parameters"])]
-    states = [row["state"] for row in (*met, *(target for patch in patches for target in patch["targets"]))]
+    affected = [row for row in imported if row["state"] == GONE or any(_OPTIONAL not in it for it in row["parameters"])]
+    states = [row["state"] for row in (*affected, *(target for patch in patches for target in patch["targets"]))]
     status = max(_STATUS[state] for state in (*states, GONE if any(gone.values()) else EQUAL))
     return {
         "status": status,
@@ -112,8 +112,8 @@ class _History:
     commits: list[str]
     summary: str
 
-    def of(self, target: str, found: Sequence[str]) -> list[str]:
-        """List the commits that changed a target whose source is ``found`` now, newest first."""
+    def of(self, target: str, texts: Sequence[str]) -> list[str]:
+        """List the commits that changed a target whose sources are ``texts`` now, newest first."""
         module, _, name = target.partition(":")
         try:
             file = self.head.file(module).relative_to(self.head.roots[0])
@@ -121,7 +121,7 @@ class _History:
         except Refusal:  # gone: the commits that took the definition away
             place, pattern = module.replace(".", "/"), rf"(def|class) {name.rpartition('.')[2]}[(:]"
             return self._log("--pickaxe-regex", f"-S{pattern}", self.range, "--", place + ".py", place)
-        return ["not committed"] * (self.head.texts(target) != found) + self._log(*ranges, self.range)
+        return ["not committed"] * (self.head.texts(target) != texts) + self._log(*ranges, self.range)
 
     def merged(self, number: int) -> str | None:
         """Return the commit whose subject names a pull request; None if there is none, or it was reverted."""
@@ -130,7 +130,7 @@ class _History:
 
     def _log(self, *words: str) -> list[str]:
         try:
-            return git.log(self.root, *words) if self.commits else []  # of none, -L is an error
+            return git.log(self.root, *words) if self.commits else []  # without commits, -L is an error
         except git.GitUnavailable as error:  # a partial clone lacks old files
             return [f"commits cannot be listed: {error}"]
 
@@ -158,37 +158,37 @@ def _history(checkout: Checkout, since: str | None, folder: Path) -> tuple[_Hist
 
 
 def _target(edit: Edit, tree: SourceTree, bases: Sequence[SourceTree], history: _History | None) -> dict[str, Any]:
-    found = _texts(tree, edit.target)
-    if any(edit.accepts(digest(text)) for text in found):
+    texts = _texts(tree, edit.target)
+    if any(edit.accepts(digest(text)) for text in texts):
         return {"target": edit.target, "state": EQUAL}
-    known = [text for base in bases for text in _texts(base, edit.target) if digest(text) in edit.fingerprints]
-    state, parameters = (GONE, []) if not found else _compare(known[0], found[0]) if known else (CHANGED, [])
+    old = [text for base in bases for text in _texts(base, edit.target) if digest(text) in edit.fingerprints]
+    state, parameters = (GONE, []) if not texts else _compare(old[0], texts[0]) if old else (CHANGED, [])
     return {
         "target": edit.target,
         "state": state,
         "parameters": parameters,
-        "fingerprints": [*edit.fingerprints, *map(digest, found)],
-        "commits": history.of(edit.target, found) if history else [],
+        "fingerprints": [*edit.fingerprints, *map(digest, texts)],
+        "commits": history.of(edit.target, texts) if history else [],
     }
 
 
 def _compare(old: str, new: str, passed: float = math.inf) -> tuple[str, list[str]]:
-    """Say how two sources of a function or class differ, and which parameters came (``+``), went (``-``) or moved (``~``).
+    """Return how two sources of a function or class differ, and which parameters were added (+), removed (-) or moved (~).
 
-    A parameter has moved if its place is another one, and among those ``passed`` by place.
+    A parameter has moved if its position has changed and is among the first ``passed``, those passed by position.
     """
     if old == new:
         return EQUAL, []
     before, after = _definition_in(old), _definition_in(new)
     old_names, new_names = (_parameters(node) for node in (before, after))
     is_open = any(name.startswith("*") for name in old_names)  # what was passed through it may have names now
-    came = {name: is_needed for name, is_needed in new_names.items() if is_needed > old_names.get(name, -1)}
-    parameters = [f"+{name}{'' if is_needed and not is_open else _OPTIONAL}" for name, is_needed in came.items()]
+    added = {name: is_needed for name, is_needed in new_names.items() if is_needed > old_names.get(name, -1)}
+    parameters = [f"+{name}{'' if is_needed and not is_open else _OPTIONAL}" for name, is_needed in added.items()]
     parameters += [f"-{name}" for name in old_names if name not in new_names]
-    stayed = [name for name in _positional(before) if name in new_names]
+    kept = [name for name in _positional(before) if name in new_names]
     places = {name: place for place, name in enumerate(_positional(after))}
     passed += isinstance(before, ast.ClassDef)  # self
-    parameters += [f"~{name}" for place, name in enumerate(stayed) if passed > place != places.get(name)]
+    parameters += [f"~{name}" for place, name in enumerate(kept) if passed > place != places.get(name)]
     return CODE if ast.dump(before) != ast.dump(after) else COMMENTS, parameters
 
 
@@ -202,32 +202,32 @@ def _definition_in(text: str) -> ast.AST:
 
 
 def _arguments(node: ast.AST | None) -> ast.arguments:
-    """Return the parameters of a function, or of a class's ``__init__``; none of anything else."""
+    """Return the parameters of a function, or of a class's ``__init__``; no parameters for anything else."""
     if isinstance(node, ast.ClassDef):
         node = next((inner for inner in node.body if getattr(inner, "name", "") == "__init__"), None)
-    found = getattr(node, "args", None)
-    return found if isinstance(found, ast.arguments) else ast.arguments([], [], None, [], [], None, [])
+    args = getattr(node, "args", None)
+    return args if isinstance(args, ast.arguments) else ast.arguments([], [], None, [], [], None, [])
 
 
 def _positional(node: ast.AST) -> list[str]:
-    found = _arguments(node)
-    return [one.arg for one in (*found.posonlyargs, *found.args)]
+    args = _arguments(node)
+    return [arg.arg for arg in (*args.posonlyargs, *args.args)]
 
 
 def _parameters(node: ast.AST) -> dict[str, bool]:
     """Return the parameters by name, whether each has to be passed."""
-    found, positional = _arguments(node), _positional(node)
-    needed = {name: index < len(positional) - len(found.defaults) for index, name in enumerate(positional)}
-    needed |= {one.arg: value is None for one, value in zip(found.kwonlyargs, found.kw_defaults, strict=True)}
-    rest = {"*": found.vararg, "**": found.kwarg}
-    return needed | {f"{stars}{one.arg}": False for stars, one in rest.items() if one is not None}
+    args, positional = _arguments(node), _positional(node)
+    needed = {name: index < len(positional) - len(args.defaults) for index, name in enumerate(positional)}
+    needed |= {arg.arg: value is None for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
+    rest = {"*": args.vararg, "**": args.kwarg}
+    return needed | {f"{stars}{arg.arg}": False for stars, arg in rest.items() if arg is not None}
 
 
 def _uses() -> Iterator[tuple[str, str, str]]:
-    """Yield what this package's files name of Megatron, as kind, name and file.
+    """Yield what this package's files use of Megatron, as kind, name and file.
 
     The kinds are ``symbols`` (``module:name`` of each import by name), ``flags``, ``fields``, the attributes read from
-    configurations or arguments, and ``calls`` of symbols, with the number of arguments passed by place instead of a file.
+    configurations or arguments, and ``calls`` of symbols, with the number of positional arguments instead of a file.
     """
     package = Path(megacpp_mcore.__file__).parent
     for file in glob.iglob("**/*.py", root_dir=package, recursive=True):  # also what is linked into the package
@@ -235,13 +235,13 @@ def _uses() -> Iterator[tuple[str, str, str]]:
         for node in ast.walk(ast.parse((package / file).read_bytes())):
             match node:
                 case ast.ImportFrom(module=str(module), names=names) if re.match(r"megatron\.(?!bridge)", module):
-                    symbols |= {one.asname or one.name: f"{module}:{one.name}" for one in names}
-                    yield from (("symbols", f"{module}:{one.name}", file) for one in names)
-                case ast.Call(func=ast.Name(id=name), args=given) if name in symbols:
+                    symbols |= {alias.asname or alias.name: f"{module}:{alias.name}" for alias in names}
+                    yield from (("symbols", f"{module}:{alias.name}", file) for alias in names)
+                case ast.Call(func=ast.Name(id=name), args=arguments) if name in symbols:
                     yield (
                         "calls",
                         symbols[name],
-                        str(99 if any(isinstance(one, ast.Starred) for one in given) else len(given)),
+                        str(99 if any(isinstance(argument, ast.Starred) for argument in arguments) else len(arguments)),
                     )
                 case (
                     ast.Attribute(value=holder, attr=name)
@@ -255,10 +255,10 @@ def _uses() -> Iterator[tuple[str, str, str]]:
 def _symbols(
     symbols: dict[str, set[str]], passed: dict[str, int], base: SourceTree, tree: SourceTree
 ) -> list[dict[str, Any]]:
-    """Compare the symbols that ``base`` has; given are the files that name each, and how many arguments calls pass by place."""
+    """Compare the symbols of ``base``; ``symbols``: files that name each, ``passed``: positional arguments of its calls."""
     rows = []
     for symbol, files in sorted(symbols.items()):
-        old, new = (_definition(one, *symbol.split(":")) for one in (base, tree))
+        old, new = (_definition(source, *symbol.split(":")) for source in (base, tree))
         if old is not None:
             state: str = GONE if new is None else EQUAL
             parameters: list[str] = []
@@ -269,9 +269,9 @@ def _symbols(
 
 
 def _definition(tree: SourceTree, module: str, name: str) -> str | None:
-    """Return the source of what ``from module import name`` gives, "" if that is no function or class; None if it fails."""
-    if found := _texts(tree, f"{module}:{name}"):
-        return found[0]
+    """Return the source of what ``from module import name`` gives, "" if that is not a function or class; None if it fails."""
+    if texts := _texts(tree, f"{module}:{name}"):
+        return texts[0]
     with contextlib.suppress(Refusal):
         for node in nodes(tree.parse(module)[1]):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:

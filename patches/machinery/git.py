@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 _LOG = ("log", "--no-patch", "--no-color", "--no-ext-diff", "--no-textconv", "--text", "--format=%h %cs %s")
-"""A line a commit; no command of a checkout's configuration runs, of those that compare files."""
+"""One line per commit; no diff command that a checkout's configuration names is run."""
 
 
 class GitUnavailable(Exception):
@@ -46,7 +46,7 @@ def _holds(path: Path, mode: bytes, blob: str) -> bool:
     try:
         content = os.fsencode(path.readlink()) if is_link else path.read_bytes()
     except OSError:
-        return False  # it is named, and only counts below ``megatron/``
+        return False  # it is reported, and only counts below ``megatron/``
     function = hashlib.sha1 if len(blob) == 40 else hashlib.sha256
     contents = (content, content.replace(b"\r\n", b"\n"))
     return blob in [function(b"blob %d\0" % len(it) + it, usedforsecurity=False).hexdigest() for it in contents]
@@ -104,12 +104,12 @@ def write_sources(root: Path, commit: str, below: str, folder: Path) -> None:
     """
     entries = run(root, "ls-tree", "-r", "-z", commit, "--", below).split(b"\0")[:-1]
     blobs = {
-        name: entry.split()[2] for entry, _, name in (one.partition(b"\t") for one in entries) if name[-3:] == b".py"
+        name: entry.split()[2] for entry, _, name in (line.partition(b"\t") for line in entries) if name[-3:] == b".py"
     }
     try:
         answer = io.BytesIO(run(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for blob in blobs.values())))
         for name in blobs:
-            size = int(answer.readline().split()[-1])  # where a blob is missing, a word
+            size = int(answer.readline().split()[-1])  # a word if the blob is missing
             path = folder / os.fsdecode(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(answer.read(size))

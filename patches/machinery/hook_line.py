@@ -60,15 +60,15 @@ def take_apart(content: bytes) -> Content:
         PatchError: our line is damaged, or occurs twice.
     """
     lines = content.splitlines(keepends=True)  # bytes split only at \n, \r\n and \r, as Python source does
-    found = [index for index, text in enumerate(lines) if _SUSPECT.search(text)]
-    if not found:
+    hooks = [index for index, text in enumerate(lines) if _SUSPECT.search(text)]
+    if not hooks:
         return Content(content)
-    index = found[0]
+    index = hooks[0]
     match = _WHOLE.fullmatch(lines[index].rstrip(b"\r\n").decode("latin-1"))
-    if match is None or len(found) > 1:
+    if match is None or len(hooks) > 1:
         raise PatchError(
-            f"the hook line of megacpp-mcore is damaged (line {', '.join(str(number + 1) for number in found)}): expected one "
-            "whole line as `megacpp-mcore patch apply` wrote it; take it out by hand, or restore the file with "
+            f"the hook line of megacpp-mcore is damaged (line {', '.join(str(number + 1) for number in hooks)}): expected one "
+            "complete line as `megacpp-mcore patch apply` wrote it; delete it by hand, or restore the file with "
             "`git checkout -- megatron/core/__init__.py`"
         )
     names = tuple(name.strip('"') for name in match["names"].split(", "))

@@ -40,7 +40,7 @@ def bound_replacement(body: Function) -> Callable[[Function], Function]:
 
 
 def named_replacement(known: str) -> Callable[[Function], Callable[[Function], Function]]:
-    """As :func:`replacement`, of a ``body`` in place of a target, some of whose calls it leaves to it.
+    """As :func:`replacement`, of a ``body`` that replaces its target and leaves some calls to it.
 
     The body is called with the call to the original, itself without arguments, and all arguments by name, defaults included.
 
@@ -48,7 +48,7 @@ def named_replacement(known: str) -> Callable[[Function], Callable[[Function], F
         known: the names, separated by spaces, of all parameters that the body uses or may ignore.
 
     Raises:
-        Refusal: when made: ``target changed``, the target has another parameter, which the body would ignore.
+        Refusal: when made: ``target changed``, the target has a parameter that the body would ignore.
     """
 
     def of(body: Function) -> Callable[[Function], Function]:
@@ -103,17 +103,17 @@ class Edit:
         return sha256 in self.fingerprints + self.until
 
     def check(self, texts: Sequence[str], version: str) -> str:
-        """Return the fingerprint of the one of the target's definitions (several under ``if`` or ``try``) that is accepted.
+        """Return the fingerprint of the accepted one of the target's definitions (several under ``if`` or ``try``).
 
         Raises:
             Refusal: ``target changed``, none is; ``version`` is for the message.
         """
-        found = [digest(text) for text in texts]
-        if accepted := next(filter(self.accepts, found), None):
+        digests = [digest(text) for text in texts]
+        if accepted := next(filter(self.accepts, digests), None):
             return accepted
         raise Refusal(
             "target changed",
-            f"the source of {self.target} in megatron-core {version} has SHA-256 {found[0]}, expected "
+            f"the source of {self.target} in megatron-core {version} has SHA-256 {digests[0]}, expected "
             f"{' or '.join(self.fingerprints)}: it is not the code this patch was written for (a local edit, or a "
             "version that was not tested); review the target (`megacpp-mcore compat`) and add its fingerprint, or leave the "
             "patch out",
@@ -124,7 +124,7 @@ class Edit:
 def edit(
     target: str, *fingerprints: str, until: tuple[str, ...] = (), make: Callable[[Function], Any] = replacement
 ) -> Callable[[Function], Edit]:
-    """Turn the function below it into the :class:`Edit` of ``target``; ``make`` makes that of the edit from the function."""
+    """Turn the decorated function into the :class:`Edit` of ``target``; ``make`` turns it into the edit's ``make``."""
     return lambda body: Edit(target, fingerprints, make(body), until)
 
 
@@ -163,16 +163,16 @@ class Patch:
 
     def problems(self, tree: SourceTree) -> dict[Edit, Refusal]:
         """Everything that prevents applying this patch to the Megatron of ``tree``."""
-        version, found = tree.version(), {}
+        version, refusals = tree.version(), {}
         for edit in self.edits:
             try:
                 edit.check(tree.texts(edit.target), version)
             except Refusal as refusal:
-                found[edit] = refusal
-        return found
+                refusals[edit] = refusal
+        return refusals
 
     def unfit(self, tree: SourceTree) -> list[str]:
-        """Say the same in words, with the patch's name."""
+        """Return :meth:`problems` as text, each with the patch's name."""
         return [f"{self.name}: {refusal}" for refusal in self.problems(tree).values()]
 
     def describe(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ and ``megatron.training`` may be half imported (if it is what imported ``megatro
 there: every patch is checked against the *files*, and each edit is applied as soon as the module that defines its target has
 run. Not wrapt's import hooks: those fire at once for a module in ``sys.modules``, half imported or not.
 
-One patch lives in one file of that folder: functions that run in place of their targets, and one module-level record of them::
+One patch lives in one file of that folder: functions that run instead of their targets, and one module-level record of them::
 
     @edit("megatron.training.models.gpt:mtp_block_spec", "<sha256>")
     def _block_spec(original: Function, config: Any, transformer_layer_spec: Any, vp_stage: int | None = None) -> Any:
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
 """Held while Megatron's modules are being changed, by any registry."""
-# A thread that held it is not in the child; what it was changing is whole.
+# A thread that held it does not exist in the child; what it was changing is consistent.
 os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.RLock()))
 
 
@@ -109,16 +109,16 @@ class Registry:
 
         Raises:
             PatchError: lists every problem found; nothing is changed.
-            CheckoutError: there is no Megatron.
+            CheckoutError: Megatron is not installed.
         """
-        wanted = self.select(names)
+        requested = self.select(names)
         # Before the lock: an import may wait for another thread that waits for the lock, or may apply patches itself.
-        for module in (module for patch in wanted for module in patch.modules if modules is None):
+        for module in (module for patch in requested for module in patch.modules if modules is None):
             with contextlib.suppress(Exception):  # symbols.resolve() hits the same error and names the target
                 importlib.import_module(module)
         with _LOCK:
-            changes, refusals = self._plan(wanted, modules)
-            refuse("no patch was applied", self._drift({patch.name for patch in wanted}) + refusals, "not-applied")
+            changes, refusals = self._plan(requested, modules)
+            refuse("no patch was applied", self._drift({patch.name for patch in requested}) + refusals, "not-applied")
             symbols.exchange(changes, self, {"_changes": (*self._changes, *changes)})
             applied = tuple(dict.fromkeys(change.patch for change in changes))
             for name in applied:  # after all are recorded: a log handler may raise
@@ -148,8 +148,8 @@ class Registry:
                 f"(`megacpp-mcore patch revert --checkout DIR`, then `apply {' '.join(names)}`), or install the other one"
             )
         with _LOCK:
-            known = {*self._armed, *(change.patch for change in self._changes)}
-            fresh = [patch for patch in self.select(names) if patch.name not in known]
+            in_use = {*self._armed, *(change.patch for change in self._changes)}
+            fresh = [patch for patch in self.select(names) if patch.name not in in_use]
             modules = [(patch.name, module) for patch in fresh for module in patch.modules]
             tree = SourceTree.of_process()
             problems = [problem for patch in fresh for problem in patch.unfit(tree)]
@@ -172,7 +172,7 @@ class Registry:
         """``sys.meta_path`` finder: for a module of armed patches, delegates to the other finders and watches it run."""
         if all(name not in self._patches[armed].modules for armed in self._armed):
             return None
-        # One without find_spec, of an old library, is passed over by Python, too.
+        # Python, too, skips finders without find_spec (of old libraries).
         others = [it for it in sys.meta_path if it is not self and hasattr(it, "find_spec")]
         if (spec := next(filter(None, (it.find_spec(name, path, target) for it in others)), None)) is None:
             return None
@@ -183,7 +183,7 @@ class Registry:
             vars(loader).pop("exec_module", None)  # the module may have been found twice
             run(module)
             own = f"{module.__name__}:"
-            # Nothing is in place that a reload has replaced, or an earlier import, which did not end (Ctrl-C), in its module.
+            # Forget changes to this module that a reload has replaced, or that an unfinished import (Ctrl-C) had made.
             with _LOCK:
                 self._changes = tuple(it for it in self._changes if it.in_place() or not it.slot.target.startswith(own))
             self._advance(module.__name__)
@@ -199,14 +199,14 @@ class Registry:
         Args:
             ran: a module that has run, although its import has not ended.
         """
-        armed, there = self._armed, {(change.patch, change.slot.target) for change in self._changes}
+        armed, applied = self._armed, {(change.patch, change.slot.target) for change in self._changes}
         edits = [(name, edit) for name in armed for edit in self._patches[name].edits]
-        waiting = [(name, edit.module) for name, edit in edits if (name, edit.target) not in there]
-        # Not one that was run beside sys.modules, which would be imported under the lock.
-        here = {name for _, name in waiting if name in sys.modules and (name == ran or not _is_running(name))}
+        waiting = [(name, edit.module) for name, edit in edits if (name, edit.target) not in applied]
+        # Not one that was run outside of sys.modules, which would be imported under the lock.
+        ready = {name for _, name in waiting if name in sys.modules and (name == ran or not _is_running(name))}
         try:
-            if due := dict.fromkeys(name for name, module in waiting if module in here):
-                self.apply(due, modules=here)
+            if due := dict.fromkeys(name for name, module in waiting if module in ready):
+                self.apply(due, modules=ready)
         except Exception as error:
             in_place = [change.patch for change in self._changes if change.patch in armed]
             self._armed = {}  # apply nothing more, even if reverting fails
@@ -217,7 +217,7 @@ class Registry:
             ) from error
 
     def _report_armed_patches(self) -> None:
-        """At process exit, name the patches still armed, lest anyone think that they were in place."""
+        """At process exit, name the patches still armed, which never took effect."""
         for row in self.status():
             if row["state"] == "armed":
                 missing = ", ".join(row["waits_for"])
@@ -240,14 +240,14 @@ class Registry:
             PatchError: a name is unknown, or a target now holds something else; nothing is changed.
         """
         with _LOCK:
-            there = dict.fromkeys(change.patch for change in self._changes)
-            wanted = [patch.name for patch in self.select({**there, **self._armed} if names is None else names)]
-            applied = [name for name in wanted if name in there]
+            in_place = dict.fromkeys(change.patch for change in self._changes)
+            requested = [patch.name for patch in self.select({**in_place, **self._armed} if names is None else names)]
+            applied = [name for name in requested if name in in_place]
             refuse("no patch was reverted", self._drift(applied), "not-reverted")
-            changes = [change for change in self._changes if change.patch in wanted]
-            left: dict[str, Any] = {"_changes": tuple(it for it in self._changes if it.patch not in wanted)}
-            left["_armed"] = {name: origin for name, origin in self._armed.items() if name not in wanted}
-            symbols.exchange(changes, self, left, back=True)
+            changes = [change for change in self._changes if change.patch in requested]
+            state: dict[str, Any] = {"_changes": tuple(it for it in self._changes if it.patch not in requested)}
+            state["_armed"] = {name: origin for name, origin in self._armed.items() if name not in requested}
+            symbols.exchange(changes, self, state, back=True)
             for name in applied:
                 announce(f"patch {name} reverted")
             return tuple(applied)
@@ -277,19 +277,19 @@ class Registry:
 
     def _plan(self, patches: Iterable[Patch], modules: Collection[str] | None) -> tuple[list[Change], list[str]]:
         """Check and build every edit that is not in place; returns the changes and all problems, and touches nothing."""
-        there = {(change.patch, change.slot.target) for change in self._changes}
+        in_place = {(change.patch, change.slot.target) for change in self._changes}
         changes: list[Change] = []
         problems: list[str] = []
-        edits = [(patch.name, it) for patch in patches for it in patch.edits if (patch.name, it.target) not in there]
+        edits = [(patch.name, it) for patch in patches for it in patch.edits if (patch.name, it.target) not in in_place]
         edits = [(name, edit) for name, edit in edits if modules is None or edit.module in modules]
         version = self.version if edits else ""
         for name, edit in edits:
             try:
                 slot = symbols.resolve(edit.target)
                 symbols.refuse_wrapped(slot)
-                found = edit.check([slot.text], version)
-                make = edit.make if found in edit.fingerprints else None
-                changes.append(symbols.build(name, slot, make, found, version))
+                sha256 = edit.check([slot.text], version)
+                make = edit.make if sha256 in edit.fingerprints else None
+                changes.append(symbols.build(name, slot, make, sha256, version))
             except Refusal as refusal:
                 problems.append(f"{name}: {refusal}")
         return changes, problems

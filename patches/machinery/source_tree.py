@@ -38,13 +38,13 @@ class SourceTree:
         Raises:
             CheckoutError: there is none.
         """
-        # What is imported already first, then as an import would look: of an editable install only a finder has the folder,
-        # and where it is asked to look nowhere no other one finds any.
+        # What is imported already first, then as an import would search: only a finder knows the folder of an editable
+        # install, and with an empty path no other finder finds anything.
         specs = (finder.find_spec("megatron.core", []) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         finders = [part for spec in filter(None, specs) for part in spec.submodule_search_locations or ()]
-        there = [Path(part).parents[1] for part in getattr(sys.modules.get("megatron.core"), "__path__", ())]
-        there += [Path(part) for part in sys.path if isinstance(part, str)]  # as Python does
-        tree = cls(tuple(dict.fromkeys([*there, *(Path(part).parents[1] for part in finders)])))
+        folders = [Path(part).parents[1] for part in getattr(sys.modules.get("megatron.core"), "__path__", ())]
+        folders += [Path(part) for part in sys.path if isinstance(part, str)]  # as Python does
+        tree = cls(tuple(dict.fromkeys([*folders, *(Path(part).parents[1] for part in finders)])))
         try:
             tree.file("megatron.core")
         except Refusal as refusal:
@@ -82,7 +82,7 @@ class SourceTree:
         """
         lines, _ = self.parse(target.partition(":")[0])
         parts = ((node, *node.decorator_list) for node in self.definitions(target))
-        return ["".join(inspect.getblock(lines[min(part.lineno for part in one) - 1 :])) for one in parts]
+        return ["".join(inspect.getblock(lines[min(part.lineno for part in group) - 1 :])) for group in parts]
 
     def definitions(self, target: str) -> list[Definition]:
         """Return the syntax of every definition of ``target``; see :meth:`texts`."""
@@ -93,11 +93,11 @@ class SourceTree:
             owners = [node for node in _defined(owners, name) if isinstance(node, ast.ClassDef)]
             if not owners:
                 raise Refusal("target not found", f"{target} was not found: {module} has no class {name}")
-        found = _defined(owners, attribute)
-        if not found:
+        matches = _defined(owners, attribute)
+        if not matches:
             place = ".".join([module, *classes])
             raise Refusal("target not found", f"{target} was not found: {place} defines no {attribute}")
-        return found
+        return matches
 
     def version(self) -> str:
         """Return the version in ``megatron/core/package_info.py``, without the commit.
@@ -108,17 +108,17 @@ class SourceTree:
             Refusal: it cannot be read, or states none.
         """
         lines: list[str] = []
-        with contextlib.suppress(Refusal):  # of a file that is no Python; below it is named
+        with contextlib.suppress(Refusal):  # if the file is not Python, it is named below
             lines, _ = self.parse("megatron.core.package_info")
-        found = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", "".join(lines), re.MULTILINE))
-        numbers = [found.get(name, "") for name in ("MAJOR", "MINOR", "PATCH")]
+        constants = dict(re.findall(r"""^([A-Z_]+) = ["']?(\w*)["']?\s*(?:#.*)?$""", "".join(lines), re.MULTILINE))
+        numbers = [constants.get(name, "") for name in ("MAJOR", "MINOR", "PATCH")]
         if not all(map(str.isdecimal, numbers)):
             raise Refusal(
                 "target changed",
                 f"{self.file('megatron.core.package_info')} does not say which version this is (expected whole numbers MAJOR, "
                 f"MINOR and PATCH); nothing was changed: restore that file, or check out a release such as {CHECKOUT_TAG}",
             )
-        return ".".join(numbers) + found.get("PRE_RELEASE", "")
+        return ".".join(numbers) + constants.get("PRE_RELEASE", "")
 
     def parse(self, module: str) -> tuple[list[str], ast.Module]:
         """Return the lines and the syntax tree of ``module``.
@@ -139,7 +139,7 @@ class SourceTree:
 
 @functools.lru_cache(1024)
 def _syntax(text: str) -> ast.Module:
-    """Parse a text once, whichever files have it; nobody changes what is returned."""
+    """Parse each text only once; callers must not modify the tree."""
     return ast.parse(text)
 
 

@@ -21,7 +21,7 @@ from megacpp_mcore.errors import PatchError
 MARK = "__megacpp_patch__"
 """Attribute set on every replacement, by which another copy of this package recognises it."""
 _BELOW_MEGATRON = frozenset(("mpmath", "networkx", "numpy", "sympy", "torch", "triton"))
-"""Packages that import nothing of it, and have four in five of all names in a process."""
+"""Packages that import nothing of it, and hold four in five of all names in a process."""
 
 
 class Refusal(PatchError):
@@ -62,10 +62,10 @@ class Change:
     def in_place(self) -> bool:
         """Return whether the target, also of a module that has run or was imported again, holds the replacement, if any."""
         module, _, path = self.slot.target.partition(":")
-        found: Any = sys.modules.get(module)
+        current: Any = sys.modules.get(module)
         for name in path.split("."):
-            found = getattr(found, "__dict__", {}).get(name)
-        return not self.is_replaced or found is self.replacement
+            current = getattr(current, "__dict__", {}).get(name)
+        return not self.is_replaced or current is self.replacement
 
 
 def digest(text: str) -> str:
@@ -81,7 +81,7 @@ def resolve(target: str) -> Slot:
     """
     module_name, _, path = target.partition(":")
     try:
-        # One that is there is not asked for again: another thread may be importing it, and wait for the registry's lock.
+        # A module that exists is not imported again: another thread may be importing it while waiting for the registry's lock.
         owner: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
     except Exception as error:  # with a broken driver a library raises RuntimeError or OSError
         reason = f"importing {module_name} failed: {type(error).__name__}: {error}"
@@ -116,7 +116,7 @@ def refuse_wrapped(slot: Slot) -> None:
     if "__wrapped__" not in names:
         return
     definition = ast.parse(textwrap.dedent(slot.text)).body[0]
-    decorators = {ast.unparse(one) for one in getattr(definition, "decorator_list", [])}
+    decorators = {ast.unparse(decorator) for decorator in getattr(definition, "decorator_list", [])}
     if decorators <= {"staticmethod", "classmethod"}:  # which leave no wrapper behind; any other is upstream's own
         code = getattr(slot.value, "__code__", None)
         place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
@@ -147,7 +147,7 @@ def exchange(changes: Sequence[Change], owner: Any, state: Mapping[str, Any], *,
         old_raw, new_raw = (change.slot.raw, change.replacement)[:: -1 if back else 1]
         writes.append(_put(change.slot.owner, change.slot.attribute, new_raw))
         new[id(_unwrapped(old_raw))] = _unwrapped(old_raw), _unwrapped(new_raw)
-    # Again for what another thread has imported since the first search.
+    # A second pass finds what another thread has imported since the first.
     for _ in range(min(2, threading.active_count())):
         writes += [_put(module, attribute, new[key][1]) for module, attribute, key in holders(new)]
         collections.deque(itertools.starmap(operator.call, writes), maxlen=0)
@@ -159,7 +159,7 @@ def holders(wanted: Collection[int]) -> Iterator[tuple[Any, str, int]]:
     ids = set(wanted)
     for path, module in list(sys.modules.items()) if ids else ():
         namespace = None if path.partition(".")[0] in _BELOW_MEGATRON else getattr(module, "__dict__", None)
-        # Almost no module holds one: that is found out in one call into C, which no other thread's import interrupts.
+        # Almost no module holds one; a single call into C, which no other thread's import interrupts, checks that.
         if isinstance(namespace, Mapping) and not ids.isdisjoint(map(id, namespace.values())):
             yield from ((module, name, id(value)) for name, value in list(namespace.items()) if id(value) in ids)
 
@@ -173,7 +173,7 @@ def _label(owner: Any) -> str:
 
 
 def _put(owner: Any, attribute: str, value: Any) -> tuple[Any, ...]:
-    """Write an attribute by a call of C; neither a metaclass nor a lazy module type may act on it."""
+    """Return the C call that writes an attribute; neither a metaclass nor a lazy module type may act on it."""
     if isinstance(owner, type):
         return type.__setattr__, owner, attribute, value
     return vars(owner).__setitem__, attribute, value

@@ -32,12 +32,12 @@ def test_a_committed_receipt_is_one_of_a_real_run(path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*_pretrain_*.json")), ids=lambda path: path.stem)
 def test_a_recipe_trained_what_it_says_today(path: Path) -> None:
-    asked, receipt = recipe(path.stem), receipts.read(path)
-    training, batch = asked.run.training, receipt["batch"]
-    assert receipt["model"]["definition"] == json.loads(json.dumps(asked.model.record()))
-    assert receipt["parallelism"]["expert"] == asked.run.layout.expert
+    spec, receipt = recipe(path.stem), receipts.read(path)
+    training, batch = spec.run.training, receipt["batch"]
+    assert receipt["model"]["definition"] == json.loads(json.dumps(spec.model.record()))
+    assert receipt["parallelism"]["expert"] == spec.run.layout.expert
     assert (receipt["parallelism"]["data"], batch["micro_batch_size"], batch["global_batch_size"]) == (
-        asked.processes,
+        spec.processes,
         training.micro_batch_size,
         training.global_batch_size,
     )

@@ -70,9 +70,9 @@ def receipt(**changes: Any) -> dict[str, Any]:
     values |= {f"parallelism.{name}": 1 for name in names}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     reasons = {"routing": "the model has no experts", "profiler": "the run was not profiled"}
-    found = fields.Facts(values, reasons).receipt("a test")
-    fields.validate(found)
-    return found
+    record = fields.Facts(values, reasons).receipt("a test")
+    fields.validate(record)
+    return record
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def receipt(**changes: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key: str, path: str, value: Any) -> None:
     """Each is changed to another value of its kind: of texts to choose from, to the last, or else the first."""
-    one, name = receipt(**EXPERTS | {"recompute": "full"}), path.replace(".", "__")
-    known = fields.flatten(one)[path]
+    baseline, name = receipt(**EXPERTS | {"recompute": "full"}), path.replace(".", "__")
+    original = fields.flatten(baseline)[path]
     if isinstance(value, str) and value.startswith("one of"):
-        value = next(word for word in reversed(re.findall("`(.*?)`", value)) if word != known)
-    other = receipt(**EXPERTS | {"recompute": "none", name: (not known) if isinstance(known, bool) else value})
-    found = compare(one, other)
-    assert [line.key for line in found.lines if line.same is not True] == [key]
-    (refusal,) = found.refusals
+        value = next(word for word in reversed(re.findall("`(.*?)`", value)) if word != original)
+    changed = receipt(**EXPERTS | {"recompute": "none", name: (not original) if isinstance(original, bool) else value})
+    comparison = compare(baseline, changed)
+    assert [line.key for line in comparison.lines if line.same is not True] == [key]
+    (refusal,) = comparison.refusals
     assert f"{key}: A has " in refusal
     assert f"{path.rpartition('.')[2]} " in refusal
     if key != "topology":  # by which a replica's batch and a device's speed are compared
-        assert (compare(one, other, [key]).claim or "").endswith(f", varying {key}")
+        assert (compare(baseline, changed, [key]).claim or "").endswith(f", varying {key}")
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
     ],
 )  # fmt: skip
 def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
-    found = compare(receipt(**first), receipt(**second))
-    assert (found.claim, found.refusals) == (claim, ())
-    assert ("x tokens/s" in claim) == found.told_from_noise
-    assert ("memory not compared" in claim) == (found.allocated_memory_ratio is None)
+    comparison = compare(receipt(**first), receipt(**second))
+    assert (comparison.claim, comparison.refusals) == (claim, ())
+    assert ("x tokens/s" in claim) == comparison.told_from_noise
+    assert ("memory not compared" in claim) == (comparison.allocated_memory_ratio is None)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
     ],
 )  # fmt: skip
 def test_a_refusal(first: Changes, second: Changes, refusals: list[str]) -> None:
-    found = compare(receipt(**first), receipt(**second))
-    assert found.claim is None
-    assert list(found.refusals[: len(refusals)]) == refusals
-    assert all(NOTHING in refusal for refusal in found.refusals[len(refusals) :])
+    comparison = compare(receipt(**first), receipt(**second))
+    assert comparison.claim is None
+    assert list(comparison.refusals[: len(refusals)]) == refusals
+    assert all(NOTHING in refusal for refusal in comparison.refusals[len(refusals) :])
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_a_refusal(first: Changes, second: Changes, refusals: list[str]) -> None
 def test_what_is_declared_is_said(
     first: Changes, second: Changes, varies: list[str], declared: list[str], claim: str
 ) -> None:
-    found = compare(receipt(**first), receipt(**second), varies, declared)
-    assert found.claim == claim
-    assert (found.varies, found.declared) == (varies[0] if varies else None, tuple(declared[:1]))
+    comparison = compare(receipt(**first), receipt(**second), varies, declared)
+    assert comparison.claim == claim
+    assert (comparison.varies, comparison.declared) == (varies[0] if varies else None, tuple(declared[:1]))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_what_is_declared_is_said(
     ],
 )  # fmt: skip
 def test_one_declared_difference_covers_no_other(second: Changes, varies: str, refusal: str) -> None:
-    found = compare(receipt(), receipt(**second), [varies])
-    (refused,) = found.refusals
+    comparison = compare(receipt(), receipt(**second), [varies])
+    (refused,) = comparison.refusals
     assert refused.endswith(refusal)
 
 
@@ -242,10 +242,10 @@ def test_wrong_words_are_the_user_s_error(
 def test_steps_of_a_wide_spread_tell_less_than_one_run_each() -> None:
     """30 steps, a tenth of them twice the median: a standard deviation of 78 %, a standard error of the median of 17.85 %."""
     wide: Changes = {"step_time__n": 30, "step_time__p90_s": 4.0}
-    found = compare(receipt(**wide), receipt(**rate(1310.0)))
-    assert found.noise_floor == pytest.approx(2 * math.hypot(0.17855, 0.00692), rel=1e-3)
-    assert (found.told_from_noise, found.tokens_per_s_ratio) == (False, 1.31)
-    assert found.step_times == (
+    comparison = compare(receipt(**wide), receipt(**rate(1310.0)))
+    assert comparison.noise_floor == pytest.approx(2 * math.hypot(0.17855, 0.00692), rel=1e-3)
+    assert (comparison.told_from_noise, comparison.tokens_per_s_ratio) == (False, 1.31)
+    assert comparison.step_times == (
         f"step times: A median 2 s, 90th percentile 100 % above; B {STEPS}; floor 35.7 %, 2 standard errors of these medians"
     )
     assert compare(receipt(**wide | {"step_time__n": 3000}), receipt(**rate(1310.0))).told_from_noise
@@ -259,9 +259,9 @@ def test_steps_of_a_wide_spread_tell_less_than_one_run_each() -> None:
 def test_noise_that_was_measured_is_the_floor_and_never_less_than_the_spread(
     noise: float, floor: float, told: bool
 ) -> None:
-    found = compare(receipt(), receipt(**rate(1040.0)), noise=noise)
-    assert (found.noise_floor, found.told_from_noise) == (pytest.approx(floor, rel=1e-3), told)
-    assert ("as given" in found.step_times) == (noise > 0)
+    comparison = compare(receipt(), receipt(**rate(1040.0)), noise=noise)
+    assert (comparison.noise_floor, comparison.told_from_noise) == (pytest.approx(floor, rel=1e-3), told)
+    assert ("as given" in comparison.step_times) == (noise > 0)
 
 
 def test_runs_in_cuda_graphs_differ_by_less() -> None:
@@ -270,23 +270,23 @@ def test_runs_in_cuda_graphs_differ_by_less() -> None:
     both = compare(receipt(**graphs), receipt(**rate(1040.0, **graphs)))
     assert (both.noise_floor, both.told_from_noise) == (NOISE_IN_GRAPHS, True)
     for other in ({}, partly):
-        one = compare(receipt(**graphs), receipt(**rate(1040.0, **other)))
-        assert (one.noise_floor, one.told_from_noise) == (NOISE, False)
+        comparison = compare(receipt(**graphs), receipt(**rate(1040.0, **other)))
+        assert (comparison.noise_floor, comparison.told_from_noise) == (NOISE, False)
 
 
 @pytest.mark.parametrize("name", ["backends", "patches", "recompute", "overlap", "commit", "versions"])
 def test_what_one_of_them_does_not_know_is_no_difference_to_claim(name: str) -> None:
-    known: Changes = {"patches": [], "overlap": []}
-    found = compare(receipt(**known), receipt(**known | {name: None}))
-    assert NOTHING in found.refusals[-1]
-    assert [(line.key, line.same) for line in found.differences] == [(name, None)]
+    recorded: Changes = {"patches": [], "overlap": []}
+    comparison = compare(receipt(**recorded), receipt(**recorded | {name: None}))
+    assert NOTHING in comparison.refusals[-1]
+    assert [(line.key, line.same) for line in comparison.differences] == [(name, None)]
 
 
 def test_what_differs_on_no_line_is_named_beside_the_claim() -> None:
     slow = receipt(backends=[BACKEND | {"observed": "reference"}], recompute=None, **PROFILED)
-    found = compare(slow, receipt(backends=[BACKEND], recompute="none"))
-    assert found.claim is not None
-    assert [line.describe() for line in found.differences] == [
+    comparison = compare(slow, receipt(backends=[BACKEND], recompute="none"))
+    assert comparison.claim is not None
+    assert [line.describe() for line in comparison.differences] == [
         "recompute: not known (to A)",
         "backends: A has mamba3 reference, B has mamba3 kernel",
         "profile: A has steps 8 to 10, B has none",
@@ -304,9 +304,9 @@ def test_the_command_s_status_and_words(tmp_path: Path, capsys: pytest.CaptureFi
         (tmp_path / name).write_text(json.dumps(receipt(**changes)))
     files = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert cli.main(["report", "compare", *files]) == REFUSED
-    said = capsys.readouterr().out
-    assert "≠ precision: A has kernel_fp8 none, B has kernel_fp8 experts" in said
-    assert "no claim:" in said
+    output = capsys.readouterr().out
+    assert "≠ precision: A has kernel_fp8 none, B has kernel_fp8 experts" in output
+    assert "no claim:" in output
     assert cli.main(["report", "compare", *files, "--varies", "precision"]) == 0
     assert capsys.readouterr().out.splitlines()[-4:] == [
         "claim: 1.31x tokens/s, 1.00x peak allocated memory, varying precision",

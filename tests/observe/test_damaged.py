@@ -88,8 +88,8 @@ def test_no_command_ends_in_a_traceback(
     for where in (str(copy), str(receipt)):
         for words in (["show", where], ["compare", str(run), where], ["goodput", where]):
             status = cli.main(["report", *words])
-            said = capsys.readouterr()
-            assert status in (0, 1) or (status == 2 and said.err.startswith("error: ")), said
+            output = capsys.readouterr()
+            assert status in (0, 1) or (status == 2 and output.err.startswith("error: ")), output
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
@@ -117,6 +117,6 @@ def test_names_in_errors_do_not_steer_the_terminal(tmp_path: Path, capsys: pytes
     name = str(tmp_path / "\x1b[31mred\x07\udcff ü.json")
     for words in (["report", "show", name], ["data", "prepare", name, "--output", "x"], ["launch", "--", name + ".py"]):
         assert cli.main(words) == 2
-        said = capsys.readouterr().err
-        assert "\x1b" not in said
-        assert r"\x1b[31mred\x07\udcff ü.json" in said
+        errors = capsys.readouterr().err
+        assert "\x1b" not in errors
+        assert r"\x1b[31mred\x07\udcff ü.json" in errors

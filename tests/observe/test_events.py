@@ -66,8 +66,8 @@ def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(t
         killed_ns = time.time_ns()
         reported += [int(line) for line in process.stdout if line.endswith("\n")]
         process.wait()
-        *whole, _ = file_of(tmp_path, number).read_bytes().split(b"\n")
-        assert all(json.loads(line) for line in whole)
+        *complete, _ = file_of(tmp_path, number).read_bytes().split(b"\n")
+        assert all(json.loads(line) for line in complete)
         start = events.read(tmp_path)[0][-1]
         steps = [step.step for step in start.steps]
         assert steps == list(range(1, len(steps) + 1))
@@ -173,10 +173,10 @@ def test_the_processes_of_a_start_are_those_that_were_there_together(tmp_path: P
     for rank in range(4):
         write_start(tmp_path, 3 if rank < 2 else 2, rank, at(50), began=40 - rank / 10, world_size=4)
     groups = events.grouped(events.read(tmp_path))
-    assert [[one.rank for one in group] for group in groups] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
+    assert [[start.rank for start in group] for group in groups] == [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]
     assert [group[0].ended_ns // SECOND for group in groups] == [10, 30, 50]
     append(file_of(tmp_path, 1, 0), at(45))
-    assert [one.name for one in events.overlaps(events.read(tmp_path)[0])] == ["start_1", "start_2", "start_3"]
+    assert [start.name for start in events.overlaps(events.read(tmp_path)[0])] == ["start_1", "start_2", "start_3"]
     assert events.overlaps(events.read(tmp_path)[1]) == []
 
 
@@ -199,12 +199,12 @@ def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) 
     for rank in (0, 1):
         steps = [stepped(number, number) for number in (1, 2)]
         write_start(tmp_path, 1, rank, *(map(with_loss, steps) if rank else steps), at(3), world_size=2)
-    assert [one.step for one in read_steps(tmp_path)] == [1, 2]
+    assert [step.step for step in read_steps(tmp_path)] == [1, 2]
     path = write_start(tmp_path, 2, 0, with_loss(stepped(12, 2, resumed_at=1), 1.5), began=10)
     with path.open("a") as stream:
         stream.write('{"at": 3, "losses"')
-    *_, last = found = read_steps(tmp_path)
-    assert [one.step for one in found] == [1, 2, 2]
+    *_, last = recorded = read_steps(tmp_path)
+    assert [step.step for step in recorded] == [1, 2, 2]
     assert (last.resumed_at, last.losses) == (1, {"lm loss": 1.5})
     with pytest.raises(DataError, match=str(tmp_path / "nowhere")):
         read_steps(tmp_path / "nowhere")
@@ -232,4 +232,4 @@ def test_what_a_restart_rolled_back_is_gone(recorded: list[tuple[int, list[int]]
         Start(1, 0, 1, 0, resumed_at=resumed_at, steps=[a_step(number, resumed_at=resumed_at) for number in numbers])
         for resumed_at, numbers in recorded
     ]
-    assert [(one.step, one.resumed_at) for one in kept(starts)] == left
+    assert [(step.step, step.resumed_at) for step in kept(starts)] == left

@@ -114,11 +114,11 @@ def test_the_recorder_writes_what_is_read_and_shows_the_same_so_far(tmp_path: Pa
         (2, 7, None),
     ):
         shown = record(tmp_path, time, steps, resumed_at, how)
-        found = goodput.of_rank(events.read(tmp_path)[3])
-        assert shown is None or shown.nanoseconds == found.nanoseconds
-    assert (found.starts, found.steps, found.steps_lost) == (5, 9, 5)
-    assert found.nanoseconds[PRODUCTIVE] == 9 * SECOND
-    record_of = found.record()
+        totals = goodput.of_rank(events.read(tmp_path)[3])
+        assert shown is None or shown.nanoseconds == totals.nanoseconds
+    assert (totals.starts, totals.steps, totals.steps_lost) == (5, 9, 5)
+    assert totals.nanoseconds[PRODUCTIVE] == 9 * SECOND
+    record_of = totals.record()
     assert sum(record_of["seconds"].values()) == pytest.approx(record_of["wall_s"])
 
 
@@ -150,18 +150,18 @@ class Model:
     def live(self, now: int, saved: int) -> dict[str, Any]:
         """The seconds of one start: what each was spent on, and the step that it was of (None: of none that ended)."""
         seconds: list[tuple[str, int | None]] = [("startup", None)] * self.random.randint(0, 5)
-        lines, steps, told = [at(now + len(seconds), {"startup": len(seconds)})], [], len(seconds)
+        lines, steps, reported = [at(now + len(seconds), {"startup": len(seconds)})], [], len(seconds)
         for number in range(saved + 1, saved + 1 + self.random.choice([0, 0, 1, 3, 8])):
             phases = ["step", *self.random.choices(["data", "idle", "jit", "checkpoint_save", "step"], k=3)]
             seconds += [(phase, number) for phase in phases]
             lines.append(at(now + len(seconds), Counter(phases), step=number, resumed_at=saved))
             steps.append(number)
-            told = len(seconds)
+            reported = len(seconds)
         rest = self.random.choices(["idle", "evaluation", "step"], k=self.random.randint(0, 4))
         how = self.random.choice([None, None, "finished", "ValueError"])
         seconds += [(phase, None) for phase in rest]
         if how is None:  # nobody knows what the time was spent on in which it was killed
-            seconds[told:] = [("unknown", None)] * len(rest)
+            seconds[reported:] = [("unknown", None)] * len(rest)
             lines.append(at(now + len(seconds)))
         else:
             lines.append(at(now + len(seconds), Counter(rest), how=how))
@@ -170,27 +170,27 @@ class Model:
 
     def classes(self) -> Counter[str]:
         """Seconds by class, one after another."""
-        found: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
         dead_since: int | None = None  # when the last start died whose work is still to be made good
         for index, start in enumerate(self.starts):
             died = dead_since is not None
             if died and index:
-                found[DOWN] += start["began"] - self.starts[index - 1]["ended"]
+                seconds[DOWN] += start["began"] - self.starts[index - 1]["ended"]
             undone = min((later["from"] for later in self.starts[index + 1 :] if later["steps"]), default=10**9)
             for phase, number in start["seconds"]:
                 if phase == "step":
-                    found[PRODUCTIVE if number is not None and number <= undone else LOST] += 1
+                    seconds[PRODUCTIVE if number is not None and number <= undone else LOST] += 1
                 elif phase == "unknown" and start["steps"]:
-                    found[LOST] += 1
+                    seconds[LOST] += 1
                 elif phase in ("startup", "unknown"):
-                    found[RECOVERY if died else "startup"] += 1
+                    seconds[RECOVERY if died else "startup"] += 1
                 else:
-                    found[phase] += 1
+                    seconds[phase] += 1
             if start["how"] is None or (start["how"] == "ValueError" and start["steps"]):
                 dead_since = start["ended"]
             elif start["how"] == "finished":
                 dead_since = None
-        return found
+        return seconds
 
 
 @settings(max_examples=100)
@@ -201,9 +201,9 @@ def test_every_second_is_in_the_class_that_a_model_of_single_seconds_puts_it_in(
         for number, start in enumerate(model.starts, 1):
             write_start(Path(folder), number, 0, *start["lines"], began=start["began"])
         starts = events.read(folder)[0]
-    found = goodput.of_rank(starts)
+    totals = goodput.of_rank(starts)
     spans = list(goodput.timeline(starts))
     assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
     expected = model.classes()
-    assert found.nanoseconds == {name: expected[name] * SECOND for name in CLASSES}
-    assert found.steps + found.steps_lost == sum(len(start["steps"]) for start in model.starts)
+    assert totals.nanoseconds == {name: expected[name] * SECOND for name in CLASSES}
+    assert totals.steps + totals.steps_lost == sum(len(start["steps"]) for start in model.starts)

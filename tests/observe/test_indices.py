@@ -20,10 +20,10 @@ def watched(interval: int = 1, shared: dict[int, int] | None = None) -> tuple[In
 
 
 def test_the_overlap_of_two_selections() -> None:
-    one = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
-    assert overlap(one, one) == 1
+    selection = torch.tensor([[[0, 1, 2], [3, 4, -1]]])
+    assert overlap(selection, selection) == 1
     other = torch.tensor([[[2, 3, 4], [4, -1, -1]]])
-    assert overlap(one, other) == pytest.approx(2 / 4)
+    assert overlap(selection, other) == pytest.approx(2 / 4)
 
 
 def test_the_first_selection_of_a_sampled_step_is_compared() -> None:

@@ -38,8 +38,8 @@ class Loop:
         self.clock = Clock(now=lambda: self.now)
         self.log = Log(run, 0, 1, self.clock, heartbeat_s=3600)
         self.recorder = goodput.Recorder(self.log, with_losses=True)
-        known = {"loop": loops.Loop(), "facts": Facts(*facts), "routes": Routing(), "indices": IndexOverlap()}
-        self.live = Live(self.recorder, SimpleNamespace(**known), console)  # type: ignore[arg-type]
+        listeners = {"loop": loops.Loop(), "facts": Facts(*facts), "routes": Routing(), "indices": IndexOverlap()}
+        self.live = Live(self.recorder, SimpleNamespace(**listeners), console)  # type: ignore[arg-type]
 
     def step(self, number: int, seconds: float, *, skipped: bool = False, saved: float = 0.0) -> None:
         """One step."""
@@ -65,11 +65,11 @@ def test_a_line_has_what_happened_since_the_line_before(
     loop.step(2, 2.0, saved=5.0)
     loop.step(3, 2.0, skipped=True)
     loop.step(4, 2.0)
-    first, found = loop.metrics()
-    assert (first["step"], first["tokens_per_s"], found["step"]) == (1, None, 3)
-    assert found["tokens_per_s"] == pytest.approx(1024 / 4)
-    assert found["goodput"] == pytest.approx(13 / 18)
-    assert found["skipped"] == 1
+    first, last = loop.metrics()
+    assert (first["step"], first["tokens_per_s"], last["step"]) == (1, None, 3)
+    assert last["tokens_per_s"] == pytest.approx(1024 / 4)
+    assert last["goodput"] == pytest.approx(13 / 18)
+    assert last["skipped"] == 1
     _, shown = capsys.readouterr().out.splitlines()
     assert shown.startswith("step 3/100 | 256 tokens/s | no MFU (")
     assert re.fullmatch(r".* \| SKIPPED 1 \| \S+ s/step \| 0:\S+ left \|", shown)
@@ -103,12 +103,12 @@ def test_mfu_or_its_reason(
     loop = Loop(tmp_path, monkeypatch, facts=facts)
     loop.step(1, 1.0)
     loop.step(2, 2.0)
-    _, found = loop.metrics()
-    assert found["mfu"] == (None if mfu is None else pytest.approx(mfu))
-    assert found["mfu_reason"].startswith(reason)
-    assert bool(found["mfu_reason"]) == (mfu is None)
+    _, metrics = loop.metrics()
+    assert metrics["mfu"] == (None if mfu is None else pytest.approx(mfu))
+    assert metrics["mfu_reason"].startswith(reason)
+    assert bool(metrics["mfu_reason"]) == (mfu is None)
     last = read_steps(tmp_path)[-1]
-    assert ("MFU 10.0%" in line(last, 9, last, found)) == (mfu is not None)
+    assert ("MFU 10.0%" in line(last, 9, last, metrics)) == (mfu is not None)
 
 
 def test_time_left_is_at_the_mean_since_the_first_line() -> None:

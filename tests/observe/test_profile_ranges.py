@@ -67,9 +67,9 @@ def test_buckets_and_the_optimizer_have_their_ranges() -> None:
     assert optimizer.open == {name: [label] for name, label in OPTIMIZER.items()}
     assert cleared.open == {"zero_grad_buffer": ["gradients"]}
     assert chunk.config.open == {"finalize_model_grads_func": ["gradients"]}
-    for each in (dense, experts):
-        run_all(each, BUCKETS)
-        assert each.open == {name: [] for name in BUCKETS}
+    for seen in (dense, experts):
+        run_all(seen, BUCKETS)
+        assert seen.open == {name: [] for name in BUCKETS}
 
 
 def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:

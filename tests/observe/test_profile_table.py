@@ -38,7 +38,7 @@ _intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_siz
 
 @given(_intervals, _intervals)
 def test_a_cover_counts_every_instant_once(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
-    left, right = ({at for start, end in each for at in range(start, end)} for each in (one, other))
+    left, right = ({at for start, end in intervals for at in range(start, end)} for intervals in (one, other))
     cover = Cover(one)
     assert cover.total == len(left)
     assert cover.common(Cover(other)) == len(left & right)
@@ -70,8 +70,8 @@ class Host:
 
 def places(host: Host) -> dict[str, Place]:
     """The place of every operator, by its name."""
-    found = Attribution(Trace(ops=list(reversed(host.ops))))
-    return {op.name: found.operators[op.correlation] for op in host.ops if op.correlation in found.operators}
+    placed = Attribution(Trace(ops=list(reversed(host.ops))))
+    return {op.name: placed.operators[op.correlation] for op in host.ops if op.correlation in placed.operators}
 
 
 def test_a_node_belongs_where_it_was_made_and_the_sum_of_gradients_to_the_node_before() -> None:
@@ -92,15 +92,15 @@ def test_a_node_belongs_where_it_was_made_and_the_sum_of_gradients_to_the_node_b
             run("megacpp::optimizer", run("update")),
         )
     )
-    found = places(host)
-    assert found["a"] == found["a view"] == ("A/1", FORWARD)
-    assert found["e outer"] == found["e inner"] == ("E/2", FORWARD)
-    assert found["loss"].label is None
-    assert found["l back"] == (None, BACKWARD)
-    assert found["e1 back"] == found["e0 back"] == found["e grad"] == ("E/2", BACKWARD)
-    assert found["a back"] == found["a grad"] == ("A/1", BACKWARD)
-    assert found["reduce"] == ("gradients", BACKWARD)
-    assert found["update"] == ("optimizer", OPTIMIZER)
+    place = places(host)
+    assert place["a"] == place["a view"] == ("A/1", FORWARD)
+    assert place["e outer"] == place["e inner"] == ("E/2", FORWARD)
+    assert place["loss"].label is None
+    assert place["l back"] == (None, BACKWARD)
+    assert place["e1 back"] == place["e0 back"] == place["e grad"] == ("E/2", BACKWARD)
+    assert place["a back"] == place["a grad"] == ("A/1", BACKWARD)
+    assert place["reduce"] == ("gradients", BACKWARD)
+    assert place["update"] == ("optimizer", OPTIMIZER)
 
 
 def test_numbers_are_those_of_the_thread_that_made_the_node() -> None:
@@ -114,16 +114,16 @@ def test_numbers_are_those_of_the_thread_that_made_the_node() -> None:
         run(NODE + "A", run("a back", thread=ENGINE), sequence=3, made_by=ENGINE, thread=ENGINE),
     )
     host.ops = [op._replace(end_ns=100) if op.name == "megacpp::step/2" else op for op in host.ops]
-    found = places(host)
-    assert found["m back"].label == "M/1"
-    assert found["a back"].label == "A/9"
-    assert "a" not in found  # it lies between the steps
+    place = places(host)
+    assert place["m back"].label == "M/1"
+    assert place["a back"].label == "A/9"
+    assert "a" not in place  # it lies between the steps
 
 
 def test_what_is_computed_again_is_known_and_belongs_where_it_was() -> None:
     host = Host()
     run = host.run
-    whole = run(  # Megatron's own recompute of a whole layer enters the layer again
+    full = run(  # Megatron's own recompute of a whole layer enters the layer again
         NODE + "CheckpointFunctionBackward",
         run("restore"),
         run("megacpp::M/1", run("again", run("again inner"), sequence=7)),
@@ -146,18 +146,18 @@ def test_what_is_computed_again_is_known_and_belongs_where_it_was() -> None:
             run("megacpp::R/2", run("CheckpointFunction", run("part first"), sequence=2)),
             part,
             run(NODE + "torch::autograd::AccumulateGrad", run("after part")),
-            whole,
+            full,
         )
     )
-    found = places(host)
-    assert found["first"] == ("M/1", FORWARD)
-    assert found["again"] == found["again inner"] == ("M/1", RECOMPUTE)
-    assert found["again back"] == ("M/1", BACKWARD)
-    assert found["restore"] == ("block", BACKWARD)
-    assert found["part first"] == ("R/2", FORWARD)
-    assert found["part again"] == found["part again inner"] == ("R/2", RECOMPUTE)
+    place = places(host)
+    assert place["first"] == ("M/1", FORWARD)
+    assert place["again"] == place["again inner"] == ("M/1", RECOMPUTE)
+    assert place["again back"] == ("M/1", BACKWARD)
+    assert place["restore"] == ("block", BACKWARD)
+    assert place["part first"] == ("R/2", FORWARD)
+    assert place["part again"] == place["part again inner"] == ("R/2", RECOMPUTE)
     for name in ("part back", "part no graph", "part grad", "after part"):
-        assert found[name] == ("R/2", BACKWARD), name
+        assert place[name] == ("R/2", BACKWARD), name
 
 
 def test_self_time_leaves_out_what_an_operator_calls_and_the_rest_is_in_no_operator() -> None:
@@ -169,13 +169,13 @@ def test_self_time_leaves_out_what_an_operator_calls_and_the_rest_is_in_no_opera
         run("between"),
         run("megacpp::step/2", run("two"), run("megacpp::A/1")),
     )
-    found = table(Trace(ops=host.ops))
-    by_name = {one["name"]: one["ns"] for row in found["families"].values() for one in row["top"]}
+    profile = table(Trace(ops=host.ops))
+    by_name = {operator["name"]: operator["ns"] for row in profile["families"].values() for operator in row["top"]}
     assert by_name == {"outer": 7 - 1 - 3, "inner": 1, "deep": 1, "two": 1}
-    assert found["total_ns"] == sum(by_name.values())
-    assert found["window_ns"] == 11 + 5
-    assert found["no_operator_ns"] == found["window_ns"] - found["total_ns"]
-    assert (found["host_bound_share"], found["busy_ns"]) == (None, None)
+    assert profile["total_ns"] == sum(by_name.values())
+    assert profile["window_ns"] == 11 + 5
+    assert profile["no_operator_ns"] == profile["window_ns"] - profile["total_ns"]
+    assert (profile["host_bound_share"], profile["busy_ns"]) == (None, None)
 
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -201,36 +201,36 @@ def test_communication_is_hidden_only_where_another_stream_computes() -> None:
     kernels = [(10, 30, "gemm", "M/1"), (40, 50, "gemm", "A/2")]
     kernels += [(20, 45, ALL_REDUCE, "gradients")]  # hidden in 20–30 and 40–45
     kernels += [(60, 70, SEND, "pipeline"), (65, 75, SEND, "pipeline")]  # exposed, half of it at the same time
-    found = table(device_trace(kernels))
-    gradients, pipeline = (found["families"][name] for name in ("gradients", "pipeline"))
+    profile = table(device_trace(kernels))
+    gradients, pipeline = (profile["families"][name] for name in ("gradients", "pipeline"))
     assert (gradients["communication_hidden_ns"], gradients["communication_exposed_ns"]) == (15, 10)
     assert (pipeline["communication_hidden_ns"], pipeline["communication_exposed_ns"]) == (0, 20)
-    assert (found["communication_ns"], found["hidden_ns"]) == (25 + 15, 15)
+    assert (profile["communication_ns"], profile["hidden_ns"]) == (25 + 15, 15)
     assert gradients["top"] == [{"name": "AllReduce", "ns": 25, "calls": 1}]
     assert pipeline["top"] == [{"name": "SendRecv", "ns": 20, "calls": 2}]
     assert gradients["kernels"] == 1
-    assert found["bubble_ns"] == 15  # from 60 to 75
+    assert profile["bubble_ns"] == 15  # from 60 to 75
 
 
 def test_sending_and_receiving_is_an_all_to_all_where_no_stages_do_it() -> None:
     kernels = [(10, 20, "gemm", "E/2"), (15, 40, SEND, "E/2"), (50, 60, SEND, "pipeline"), (70, 75, SEND, "")]
-    found = table(device_trace(kernels))
-    assert found["collectives"] == {
+    profile = table(device_trace(kernels))
+    assert profile["collectives"] == {
         "AllToAll": {"calls": 1, "ns": 25, "exposed_ns": 20},
         "SendRecv": {"calls": 2, "ns": 15, "exposed_ns": 15},
     }
-    assert found["bubble_ns"] == 10
-    text = page(found | {"steps": [1, 1], "rank": 0, "device": "H200", "phase": "steady", "phase_why": "-"})
+    assert profile["bubble_ns"] == 10
+    text = page(profile | {"steps": [1, 1], "rank": 0, "device": "H200", "phase": "steady", "phase_why": "-"})
     assert "pipeline bubble (waiting for another stage): 0.000 ms, 10.0% of the step" in text.splitlines()
 
 
 def test_the_command_prints_the_table_of_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank, label in ((0, "A/1"), (2, "M/3")):
-        known = {"steps": [7, 8], "rank": rank, "device": "H200", "phase": "steady", "phase_why": "-"}
+        header = {"steps": [7, 8], "rank": rank, "device": "H200", "phase": "steady", "phase_why": "-"}
         folder = tmp_path / "profile" / "7-8" / (f"rank_{rank:05d}" if rank else "")
         folder.mkdir(parents=True)
-        made = table(device_trace([(10_000_000, 30_000_000, "gemm", label)], [(0, 100_000_000)]))
-        (folder / "table.json").write_text(json.dumps(made | known))
+        profile = table(device_trace([(10_000_000, 30_000_000, "gemm", label)], [(0, 100_000_000)]))
+        (folder / "table.json").write_text(json.dumps(profile | header))
     (tmp_path / "start_0").mkdir()
     assert cli.main(["report", "profile", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -242,24 +242,24 @@ def test_the_command_prints_the_table_of_rank_0(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_device_waits_where_no_kernel_runs_and_simultaneous_ones_count_once() -> None:
-    found = table(device_trace([(10, 40, "a", "A/1"), (20, 50, "b", "M/2"), (90, 120, "c", "R/3")]))
-    assert found["window_ns"] == 120  # to the end of the last kernel
-    assert found["busy_ns"] == 40 + 30
-    assert found["host_bound_share"] == pytest.approx(50 / 120)
-    assert found["total_ns"] == 90  # a family's kernels are its own, whoever runs beside them
-    assert found["attributed_share"] == 1
+    profile = table(device_trace([(10, 40, "a", "A/1"), (20, 50, "b", "M/2"), (90, 120, "c", "R/3")]))
+    assert profile["window_ns"] == 120  # to the end of the last kernel
+    assert profile["busy_ns"] == 40 + 30
+    assert profile["host_bound_share"] == pytest.approx(50 / 120)
+    assert profile["total_ns"] == 90  # a family's kernels are its own, whoever runs beside them
+    assert profile["attributed_share"] == 1
 
 
 def test_what_belongs_nowhere_is_said_and_what_lies_between_steps_is_left_out() -> None:
     trace = device_trace([(10, 20, "a", "A/1"), (20, 25, "lost", "")], steps=((0, 50), (80, 100)))
     trace.kernels.append(Kernel(30, 40, "of no operator", 0, 7000))
     trace.kernels.append(Kernel(60, 70, "evaluation", 0, 7001))
-    found = table(trace)
-    assert found["families"]["unattributed"]["total_ns"] == 15
-    assert found["total_ns"] == 25
-    assert found["attributed_share"] == pytest.approx(10 / 25)
-    assert found["dominant"] == "A"
-    assert found["window_ns"] == 70
+    profile = table(trace)
+    assert profile["families"]["unattributed"]["total_ns"] == 15
+    assert profile["total_ns"] == 25
+    assert profile["attributed_share"] == pytest.approx(10 / 25)
+    assert profile["dominant"] == "A"
+    assert profile["window_ns"] == 70
 
 
 def test_a_kernel_belongs_where_it_was_launched_when_that_is_more_than_its_operator_says() -> None:
@@ -274,10 +274,10 @@ def test_a_kernel_belongs_where_it_was_launched_when_that_is_more_than_its_opera
         ],
         kernels=[Kernel(30, 60, "gemm", 3, 77), Kernel(60, 70, "copy", 3, 78)],
     )
-    found = table(trace)
-    assert found["layers"]["M/4"]["forward_ns"] == 30
-    assert found["layers"]["block"]["forward_ns"] == 10  # its launch is not known, its operator is
-    assert found["families"]["block"]["host_ns"] > 0
+    profile = table(trace)
+    assert profile["layers"]["M/4"]["forward_ns"] == 30
+    assert profile["layers"]["block"]["forward_ns"] == 10  # its launch is not known, its operator is
+    assert profile["families"]["block"]["host_ns"] > 0
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,13 @@ GPU_WORDS = ("stream", "kernel", "the device", "host-bound", "comm exp.", "comm 
 
 
 def page_of(trace: Trace, device: str) -> str:
-    known = {"steps": [1, 1], "rank": 3, "device": device, "phase": "steady", "phase_why": "-"}
-    return page(table(trace) | known)
+    header = {"steps": [1, 1], "rank": 3, "device": device, "phase": "steady", "phase_why": "-"}
+    return page(table(trace) | header)
 
 
 def test_a_page_speaks_of_what_its_device_has() -> None:
     named = ((0, 100, "megacpp::step/1"), (5, 50, "megacpp::A/1"), (10, 40, "aten::mm"))
-    host = Trace(ops=[Op(*one, correlation=number) for number, one in enumerate(named, 1)])
+    host = Trace(ops=[Op(*op, correlation=number) for number, op in enumerate(named, 1)])
     on_cpu = page_of(host, "CPU")
     assert [word for word in GPU_WORDS if word in on_cpu] == []
     assert "communication" not in on_cpu
@@ -331,13 +331,13 @@ class Event:
     def __init__(self, name: str, **values: Any) -> None:
         from torch.autograd import DeviceType
 
-        given = {
+        attributes = {
             "name": name, "start_ns": 5, "duration_ns": 10, "device_type": DeviceType.CPU, "device_index": 0,
             "device_resource_id": 42, "start_thread_id": 1, "end_thread_id": values.get("start_thread_id", 1),
             "sequence_nr": -1, "fwd_thread_id": 0, "scope": 0, "correlation_id": 0, "linked_correlation_id": 0,
             "is_user_annotation": False, "is_async": False,
         } | values  # fmt: skip
-        for method, value in given.items():
+        for method, value in attributes.items():
             setattr(self, method, lambda value=value: value)
 
 

@@ -51,8 +51,8 @@ def train(
 
 def table(folder: Path, window: str = "2-3") -> dict[str, Any]:
     """The table of the run in ``folder``."""
-    found: dict[str, Any] = json.loads((folder / "profile" / window / "table.json").read_text())
-    return found
+    profile: dict[str, Any] = json.loads((folder / "profile" / window / "table.json").read_text())
+    return profile
 
 
 def _main(folder: str, slow: str, *arguments: str) -> int:
@@ -95,9 +95,9 @@ def _main(folder: str, slow: str, *arguments: str) -> int:
 
             chunk, optimizer = self._things
             modules = list(chunk.modules())
-            hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules)
+            hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
             owned = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups, chunk, optimizer]
-            functions = sum(callable(value) for each in owned for value in vars(each).values())
+            functions = sum(callable(value) for owner in owned for value in vars(owner).values())
             return [hooks, functions, id(schedules.forward_step)]
 
     gc.disable()  # the time of a collection would be that of the operator it falls into
@@ -131,18 +131,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
-    found = table(plain)
-    assert found["attributed_share"] >= 0.95
-    assert (found["steps"], found["phase"], found["device"]) == ([2, 3], "steady", "CPU")
-    families, parts = found["families"], found["parts"]
+    profile = table(plain)
+    assert profile["attributed_share"] >= 0.95
+    assert (profile["steps"], profile["phase"], profile["device"]) == ([2, 3], "steady", "CPU")
+    families, parts = profile["families"], profile["parts"]
     assert parts.keys() == {"E routing", "E experts", "E shared expert"}
     assert all(0 < row["total_ns"] < families["E"]["total_ns"] for row in parts.values())
     assert sum(row["total_ns"] for row in parts.values()) < families["E"]["total_ns"]
     assert all(row["backward_ns"] and row["forward_ns"] for row in parts.values())
-    of_layers = [row["total_ns"] for label, row in found["layers"].items() if label.startswith("E/")]
+    of_layers = [row["total_ns"] for label, row in profile["layers"].items() if label.startswith("E/")]
     assert (len(of_layers), sum(of_layers)) == (5, families["E"]["total_ns"])
     assert {"A", "M", "E", "R", "MTP", "head", "embedding", "norm", "optimizer", "gradients", "data"} <= families.keys()
-    assert {label for label in found["layers"] if label[1:2] == "/"} == {
+    assert {label for label in profile["layers"] if label[1:2] == "/"} == {
         "A/1", "E/2", "M/3", "E/4", "A/5", "E/6", "M/7", "E/8", "A/9", "E/10", "M/11", "R/12"}  # fmt: skip
     for name in ("A", "M", "E", "R", "MTP", "head", "norm", "embedding"):
         row = families[name]
@@ -151,31 +151,31 @@ def test_the_time_of_the_steps_belongs_to_families(plain: Path) -> None:
         assert row["optimizer_ns"] == row["other_ns"] == 0, name
     assert families["M"]["recompute_ns"] == families["R"]["recompute_ns"] == 0
     assert families["optimizer"]["optimizer_ns"] == families["optimizer"]["total_ns"] > 0
-    assert "Optimizer.step#AdamW.step" in {one["name"] for one in families["optimizer"]["top"]}
-    assert sum(row["total_ns"] for row in families.values()) == found["total_ns"] <= found["window_ns"]
-    assert sum(row["total_ns"] for row in found["layers"].values()) == found["total_ns"]
-    assert found["host_bound_share"] is None
-    assert found["total_ns"] + found["no_operator_ns"] == pytest.approx(found["window_ns"], rel=0.01)
-    assert found["no_operator_ns"] > 0
+    assert "Optimizer.step#AdamW.step" in {operator["name"] for operator in families["optimizer"]["top"]}
+    assert sum(row["total_ns"] for row in families.values()) == profile["total_ns"] <= profile["window_ns"]
+    assert sum(row["total_ns"] for row in profile["layers"].values()) == profile["total_ns"]
+    assert profile["host_bound_share"] is None
+    assert profile["total_ns"] + profile["no_operator_ns"] == pytest.approx(profile["window_ns"], rel=0.01)
+    assert profile["no_operator_ns"] > 0
 
 
 def test_the_head_is_the_loss_of_every_depth(plain: Path) -> None:
-    found = table(plain)
-    names = {one["name"]: one["calls"] for one in found["families"]["head"]["top"]}
+    profile = table(plain)
+    names = {operator["name"]: operator["calls"] for operator in profile["families"]["head"]["top"]}
     assert names["_VocabParallelCrossEntropy"] == 8  # two steps of two micro-batches, main loss and one depth
     text = (plain / "profile" / "2-3" / "table.txt").read_text()
-    assert f"dominant: {found['dominant']}, " in text
-    for label in (*found["families"], *found["layers"]):
+    assert f"dominant: {profile['dominant']}, " in text
+    for label in (*profile["families"], *profile["layers"]):
         assert f"\n{label} " in text
 
 
 def test_hooks_are_there_in_the_window_and_gone_after_it(plain: Path) -> None:
-    found = json.loads((plain / "hooks.json").read_text())
-    before = found.pop("start")
-    during = {name: counts for name, counts in found.items() if name in ("in 2", "2", "in 3")}
+    counted = json.loads((plain / "hooks.json").read_text())
+    before = counted.pop("start")
+    during = {name: counts for name, counts in counted.items() if name in ("in 2", "2", "in 3")}
     assert all(now > then for counts in during.values() for now, then in zip(counts[:2], before[:2], strict=True))
     assert all(counts[2] != before[2] for counts in during.values())
-    assert {name: counts for name, counts in found.items() if name not in during} == dict.fromkeys(
+    assert {name: counts for name, counts in counted.items() if name not in during} == dict.fromkeys(
         ("in 1", "1", "3", "in 4", "4"), before
     )
 
@@ -203,39 +203,39 @@ def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_
 ) -> None:
     settings = "recompute: [a, m, experts, r]\n"
     train(tmp_path / "run", words(), window="1-2", slow="E", settings=settings)
-    found = table(tmp_path / "run", "1-2")
+    slowed = table(tmp_path / "run", "1-2")
     assert table(plain)["dominant"] != "E"
-    assert found["dominant"] == "E"
-    assert found["families"]["E"]["top"][0]["name"] == "aten::mm"
-    assert found["attributed_share"] >= 0.95
-    assert (found["phase"], found["phase_why"]) == ("warm-up", "step 1 is the first of this process")
+    assert slowed["dominant"] == "E"
+    assert slowed["families"]["E"]["top"][0]["name"] == "aten::mm"
+    assert slowed["attributed_share"] >= 0.95
+    assert (slowed["phase"], slowed["phase_why"]) == ("warm-up", "step 1 is the first of this process")
     for name in ("A", "M", "R", "E"):
-        row = found["families"][name]
+        row = slowed["families"][name]
         assert row["recompute_ns"] > 0, name
         assert row["backward_ns"] > 0, name
     for name in ("M", "R"):
-        assert found["families"][name]["recompute_ns"] > 0.2 * found["families"][name]["forward_ns"]
-    assert found["families"]["E"]["recompute_ns"] < 0.5 * found["families"]["E"]["forward_ns"]  # what was slowed is not
+        assert slowed["families"][name]["recompute_ns"] > 0.2 * slowed["families"][name]["forward_ns"]
+    assert slowed["families"]["E"]["recompute_ns"] < 0.5 * slowed["families"]["E"]["forward_ns"]  # not what was slowed
 
 
 @pytest.mark.exhaustive
 def test_what_megatron_recomputes_is_where_it_was_and_a_trace_can_be_had(plain: Path, tmp_path: Path) -> None:
     full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
     train(tmp_path / "run", words(*full), window="2-2", settings="observability: {profile_trace: true}\n")
-    found = table(tmp_path / "run", "2-2")
-    assert found["attributed_share"] >= 0.95
+    profile = table(tmp_path / "run", "2-2")
+    assert profile["attributed_share"] >= 0.95
     calls, without = (
-        {name: row["kernels"] / steps for name, row in one["families"].items()}
-        for one, steps in ((found, 1), (table(plain), 2))
+        {name: row["kernels"] / steps for name, row in run["families"].items()}
+        for run, steps in ((profile, 1), (table(plain), 2))
     )
     for name in ("A", "M", "E", "R", "MTP"):
-        row = found["families"][name]
+        row = profile["families"][name]
         assert row["recompute_ns"] > 0, name
         assert row["backward_ns"] > 0, name
         assert calls[name] > 1.2 * without[name], name
     # Were it not attributed, all that is recomputed would be the block's.
     assert calls["block"] < 0.1 * (calls["M"] - without["M"])
-    assert (calls["head"], found["families"]["head"]["recompute_ns"]) == (without["head"], 0)
+    assert (calls["head"], profile["families"]["head"]["recompute_ns"]) == (without["head"], 0)
     with gzip.open(tmp_path / "run" / "profile" / "2-2" / "trace.json.gz", "rt") as stream:
         names = {event.get("name") for event in json.load(stream)["traceEvents"]}
     assert {"megacpp::step/2", "megacpp::A/1", "megacpp::R/12", "megacpp::MTP/1", "megacpp::optimizer"} <= names

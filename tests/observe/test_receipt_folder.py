@@ -33,8 +33,8 @@ def one_step_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
     """The line of what a rank knows; ``more`` as the writer names it."""
-    known = {"moe_enabled": moe_enabled, "environment": {}}
-    return at(0, facts={"unknown": {}, **known, **more})
+    values = {"moe_enabled": moe_enabled, "environment": {}}
+    return at(0, facts={"unknown": {}, **values, **more})
 
 
 def of_cache(files: int, added: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def write_rank(
     number: int = 2, world_size: int = 2,
 ) -> None:  # fmt: skip
     """All that a rank leaves of eight steps; ``seconds`` of those that took longer than one, ``lost_s`` after each."""
-    steps = [stepped(number, one, seconds.get(one, 1.0), evaluation=lost_s, compile=1e-9) for one in range(1, 9)]
+    steps = [stepped(number, step, seconds.get(step, 1.0), evaluation=lost_s, compile=1e-9) for step in range(1, 9)]
     if rank == world_size - 1:
         steps = [with_loss(step, 3.0 - step["step"] / 10) for step in steps]
     write_start(
@@ -84,21 +84,21 @@ def write_profile(run: Path, rank: int, first: int, last: int, phase: str) -> No
 
 
 def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
-    found = receipts.read(run)
-    assert found["status"] == FINISHED
-    assert found["ranks"] == {"expected": 2, "found": [0, 1]}
+    receipt = receipts.read(run)
+    assert receipt["status"] == FINISHED
+    assert receipt["ranks"] == {"expected": 2, "found": [0, 1]}
     memory = {"kind": "CUDA allocator", "allocated_peak_bytes": 300, "reserved_peak_bytes": 350, "ranks": [100, 300]}
-    assert found["memory"] == memory
-    assert found["cache"] == {"state": "cold", "files": {"triton": 6}, "added": {"triton": 2}}
-    assert found["window"] == {"left_out": 1, "first_step": 5, "last_step": 8}
+    assert receipt["memory"] == memory
+    assert receipt["cache"] == {"state": "cold", "files": {"triton": 6}, "added": {"triton": 2}}
+    assert receipt["window"] == {"left_out": 1, "first_step": 5, "last_step": 8}
     times = {"rank": 1, "n": 4, "p50_s": 2.0, "p90_s": 4.0, "p99_s": 4.0, "max_s": 4.0}
-    assert found["step_time"] == {name: pytest.approx(value, abs=1e-6) for name, value in times.items()}
-    assert found["batch"]["effective_tokens"] == TOKENS
-    rates = {name: found["throughput"][f"tokens_per_s{name}"] for name in ("", "_mean", "_per_device")}
+    assert receipt["step_time"] == {name: pytest.approx(value, abs=1e-6) for name, value in times.items()}
+    assert receipt["batch"]["effective_tokens"] == TOKENS
+    rates = {name: receipt["throughput"][f"tokens_per_s{name}"] for name in ("", "_mean", "_per_device")}
     assert rates == pytest.approx({"": TOKENS / 2, "_mean": 4 * TOKENS / 10, "_per_device": TOKENS / 4}, rel=1e-6)
-    assert (found["goodput"]["rank"], found["goodput"]["steps"], found["goodput"]["starts"]) == (0, 8, 2)
-    assert found["profiler"]["phase"] == "of rank 0"
-    assert (found["loss"]["first"], found["loss"]["last"]) == (2.9, 2.2)
+    assert (receipt["goodput"]["rank"], receipt["goodput"]["steps"], receipt["goodput"]["starts"]) == (0, 8, 2)
+    assert receipt["profiler"]["phase"] == "of rank 0"
+    assert (receipt["loss"]["first"], receipt["loss"]["last"]) == (2.9, 2.2)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
 def test_the_status_is_that_of_all_ranks(tmp_path: Path, hows: tuple[str | None, ...], status: str) -> None:
     for rank, how in enumerate(hows):
         write_start(tmp_path, 1, rank, facts(), at(1, {}, **({} if how is None else {"how": how})), world_size=2)
-    found = receipts.read(tmp_path)
-    assert (found["status"], found["ranks"]) == (status, {"expected": 2, "found": list(range(len(hows)))})
+    receipt = receipts.read(tmp_path)
+    assert (receipt["status"], receipt["ranks"]) == (status, {"expected": 2, "found": list(range(len(hows)))})
 
 
 def test_caches_that_had_everything_are_warm_and_unused_ones_are_not(run: Path) -> None:
@@ -132,12 +132,12 @@ def test_a_start_that_has_measured_nothing_has_no_step_times(run: Path) -> None:
     """The facts are already its own: what the start before it measured may have been with other backends."""
     for rank in (0, 1):
         write_start(run, 3, rank, facts(), stepped(9, 9, resumed_at=8), began=8, world_size=2)
-    found = receipts.read(run)
-    assert found["step_time"]["n"] is None
-    assert found["throughput"]["tokens_per_s"] is None
+    receipt = receipts.read(run)
+    assert receipt["step_time"]["n"] is None
+    assert receipt["throughput"]["tokens_per_s"] is None
     reason = "the last start has no step after its first 1 that was not profiled"
-    assert why_unknown("step_time.n", found["unknown"]) == reason
-    assert why_unknown("throughput.tokens_per_s", found["unknown"]) == reason
+    assert why_unknown("step_time.n", receipt["unknown"]) == reason
+    assert why_unknown("throughput.tokens_per_s", receipt["unknown"]) == reason
 
 
 @pytest.mark.parametrize(("how", "model"), [("SystemExit", False), (FINISHED, True), (None, False), (None, True)])
@@ -149,47 +149,47 @@ def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(
     for number, rank in ((3, 0), (3, 1), (4, 0), (4, 1)):
         ended = at(number * 10 + 1, {"startup": 1}, **({} if how is None else {"how": how}))
         write_start(run, number, rank, *([facts()] if model else []), ended, began=number * 10, world_size=2)
-    found = receipts.read(run)
-    (note,) = (note for note in found["notes"] if note not in before["notes"])
+    receipt = receipts.read(run)
+    (note,) = (note for note in receipt["notes"] if note not in before["notes"])
     became = f"ended before its first step: {how}" if how else "has not reached its first step, or was killed before it"
     assert note == f"a start at 1970-01-01T00:00:40+00:00 {became} (the last of 2)"
-    assert found["status"] == (RUNNING if how is None else FINISHED)
+    assert receipt["status"] == (RUNNING if how is None else FINISHED)
     anew = dict.fromkeys(("written_at", "notes", "goodput", "status"))
-    assert found | anew == before | anew
-    assert (before["step_time"]["n"], found["goodput"]["starts"]) == (4, 4)
+    assert receipt | anew == before | anew
+    assert (before["step_time"]["n"], receipt["goodput"]["starts"]) == (4, 4)
 
 
 def test_of_starts_that_all_did_no_step_it_is_the_last(tmp_path: Path) -> None:
     """One runs out of memory in its first step, so that it is tried with a smaller batch."""
-    for number, known in ((1, {"batch.global_batch_size": 8}), (2, {"batch.global_batch_size": 4})):
-        line = facts(**known)
+    for number, batch in ((1, {"batch.global_batch_size": 8}), (2, {"batch.global_batch_size": 4})):
+        line = facts(**batch)
         write_start(tmp_path, number, 0, line, at(number, {}, how="MemoryError"), began=number)
-    found = receipts.read(tmp_path)
-    assert (found["status"], found["batch"]["global_batch_size"], found["notes"]) == ("MemoryError", 4, [])
+    receipt = receipts.read(tmp_path)
+    assert (receipt["status"], receipt["batch"]["global_batch_size"], receipt["notes"]) == ("MemoryError", 4, [])
 
 
 def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
     """Ten steps with a loss that is no number in the eighth; the run went on from the fifth, to the seventh."""
-    lost = [with_loss(stepped(one, one), float("nan") if one == 8 else 2.0) for one in range(1, 11)]
+    lost = [with_loss(stepped(step, step), float("nan") if step == 8 else 2.0) for step in range(1, 11)]
     write_start(tmp_path, 1, 0, facts(), *(line | {"metrics": {"step": line["step"], "of": 1}} for line in lost))
     again = [with_loss(stepped(20, 6, resumed_at=5), 1.5), with_loss(stepped(21, 7, resumed_at=5), 1.25)]
     again = [line | {"metrics": {"step": line["step"], "of": 2}} for line in again]
     write_start(tmp_path, 2, 0, facts(), *again, began=19)
-    shown = [(one["step"], one["of"]) for one in metrics_of(events.read(tmp_path))]
+    shown = [(metrics["step"], metrics["of"]) for metrics in metrics_of(events.read(tmp_path))]
     assert shown == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)]
-    found = receipts.read(tmp_path)
-    assert (found["loss"]["last_step"], found["loss"]["last"]) == (7, 1.25)
-    assert "NaN skipped" not in {one["name"] for one in found["disqualifiers"]}
+    receipt = receipts.read(tmp_path)
+    assert (receipt["loss"]["last_step"], receipt["loss"]["last"]) == (7, 1.25)
+    assert "NaN skipped" not in {disqualifier["name"] for disqualifier in receipt["disqualifiers"]}
 
 
 def test_starts_that_overlap_disqualify_the_receipt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "overlapping starts" not in {one["name"] for one in receipts.read(run)["disqualifiers"]}
+    assert "overlapping starts" not in {disqualifier["name"] for disqualifier in receipts.read(run)["disqualifiers"]}
     write_start(run, 3, 1, at(9), began=2.5, world_size=2)
     write_start(run, 4, 1, at(5), began=4, world_size=2)
-    (found,) = (one["evidence"] for one in receipts.read(run)["disqualifiers"] if one["name"] == "overlapping starts")
-    assert found.startswith("start_3, start_4 of rank 1 were recorded at the same time")
+    (overlap,) = (row["evidence"] for row in receipts.read(run)["disqualifiers"] if row["name"] == "overlapping starts")
+    assert overlap.startswith("start_3, start_4 of rank 1 were recorded at the same time")
     assert cli.main(["report", "goodput", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == found
+    assert capsys.readouterr().out.splitlines()[-1] == overlap
 
 
 COUNTED: dict[str, Any] = {"layers": {"2": routing.Load((3, 5), 8).record()}, "failed": None}
@@ -217,11 +217,11 @@ def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
         write_start(tmp_path, 1, rank, line, at(1, {}, how=FINISHED), world_size=2)
     if fate == "missing":
         file_of(tmp_path, 1, 1).unlink()
-    found = receipts.read(tmp_path)
-    assert {why_unknown(path, found["unknown"]) for path in OF_ROUTING} == {reason}
-    assert [flatten(found)[path] is None for path in OF_ROUTING] == [reason is not None] * len(OF_ROUTING)
+    receipt = receipts.read(tmp_path)
+    assert {why_unknown(path, receipt["unknown"]) for path in OF_ROUTING} == {reason}
+    assert [flatten(receipt)[path] is None for path in OF_ROUTING] == [reason is not None] * len(OF_ROUTING)
     if reason is None:
-        assert found["routing"]["layers"]["2"]["asked"] == 16
+        assert receipt["routing"]["layers"]["2"]["asked"] == 16
 
 
 class Core:
@@ -238,9 +238,9 @@ class Training:
     """A start that has come to a model, with a global batch of ``peak``, which is also its peak of memory."""
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, peak: int = 5, every_s: float = 30) -> None:
-        def of_model(known: receipt_facts.Facts, *_: Any) -> None:
-            known.put("moe_enabled", False)
-            known.put("batch.global_batch_size", peak)
+        def of_model(recorded: receipt_facts.Facts, *_: Any) -> None:
+            recorded.put("moe_enabled", False)
+            recorded.put("batch.global_batch_size", peak)
 
         monkeypatch.setattr(receipt_facts, "of_model", of_model)
         monkeypatch.setattr(receipt_facts, "memory", lambda _: of_memory(peak, peak))
@@ -268,21 +268,21 @@ def test_a_start_is_written_as_it_goes_and_its_receipt_at_the_end(
     training = Training(tmp_path, monkeypatch)
     assert (receipts.read(tmp_path)["status"], receipts.read(tmp_path)["memory"]["kind"]) == (RUNNING, None)
     training.step(1)
-    found = receipts.read(tmp_path)
-    assert (found["memory"]["allocated_peak_bytes"], found["batch"]["global_batch_size"]) == (5, 5)
-    assert "killed" in found["unknown"]["cache"]
+    receipt = receipts.read(tmp_path)
+    assert (receipt["memory"]["allocated_peak_bytes"], receipt["batch"]["global_batch_size"]) == (5, 5)
+    assert "killed" in receipt["unknown"]["cache"]
     assert not (tmp_path / "receipt.json").exists()
     lines = training.log.path.read_text().count("\n")
     training.step(2)
     assert training.log.path.read_text().count("\n") == lines + 1  # not every step
     training.end()
-    found = json.loads((tmp_path / "receipt.json").read_text())
-    assert (found["status"], found["loss"]["last_step"], found["cache"]["state"]) == (FINISHED, 2, "unused")
+    receipt = json.loads((tmp_path / "receipt.json").read_text())
+    assert (receipt["status"], receipt["loss"]["last_step"], receipt["cache"]["state"]) == (FINISHED, 2, "unused")
     again = Training(tmp_path, monkeypatch, 9)
     again.step(3)
     again.end(MemoryError())
-    found = json.loads((tmp_path / "receipt.json").read_text())
-    assert (found["status"], found["batch"]["global_batch_size"]) == ("MemoryError", 9)
+    receipt = json.loads((tmp_path / "receipt.json").read_text())
+    assert (receipt["status"], receipt["batch"]["global_batch_size"]) == ("MemoryError", 9)
 
 
 def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
@@ -298,8 +298,8 @@ def test_what_is_compiled_before_there_is_a_model_makes_the_caches_cold(
     training.log.write(phases={"compile": 1})
     (graphs / "abce").mkdir()
     training.end()
-    found = receipts.read(tmp_path / "run")["cache"]
-    assert found == {"state": "cold", "files": {"triton": 0, "inductor": 1}, "added": {"triton": 1, "inductor": 1}}
+    cache = receipts.read(tmp_path / "run")["cache"]
+    assert cache == {"state": "cold", "files": {"triton": 0, "inductor": 1}, "added": {"triton": 1, "inductor": 1}}
 
 
 def test_a_failure_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,9 +314,9 @@ def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypat
     error = RuntimeError("CUDA error: an illegal memory access")
     monkeypatch.setattr(receipt_facts, "memory", mock.Mock(side_effect=error))
     training.end(ArithmeticError())
-    found = receipts.read(tmp_path)
-    assert (found["status"], found["memory"]["allocated_peak_bytes"]) == ("ArithmeticError", 5)
-    (note,) = found["notes"]
+    receipt = receipts.read(tmp_path)
+    assert (receipt["status"], receipt["memory"]["allocated_peak_bytes"]) == ("ArithmeticError", 5)
+    (note,) = receipt["notes"]
     assert "memory peaks are from an earlier reading: RuntimeError('CUDA error: an illegal" in note
 
 
@@ -351,7 +351,7 @@ def test_the_checksum_is_of_what_files_of_blends_and_splits_list(tmp_path: Path)
     Path(listed).write_text(" ".join(blend))
     plain = data_facts(data_path=blend)
     assert data_facts(data_args_path=listed) == plain
-    assert [(each["name"], each["weight"]) for each in plain["data.datasets"]] == [("one", 0.25), ("two", 0.75)]
+    assert [(part["name"], part["weight"]) for part in plain["data.datasets"]] == [("one", 0.25), ("two", 0.75)]
     Path(listed).write_text(f"0.5 {one} 0.5 {two}")
     assert data_facts(data_args_path=listed)["data.checksum"] != plain["data.checksum"]
 
@@ -359,7 +359,7 @@ def test_the_checksum_is_of_what_files_of_blends_and_splits_list(tmp_path: Path)
     Path(listed).write_text(json.dumps(splits))
     by_file = data_facts(per_split_data_args_path=listed)
     assert by_file == data_facts(train_data_path=["3", one], valid_data_path=[one])
-    assert [each["weight"] for each in by_file["data.datasets"]] == [3.0, None]
+    assert [part["weight"] for part in by_file["data.datasets"]] == [3.0, None]
     Path(listed).write_text(json.dumps(splits | {"train": [one], "valid": ["3", one]}))
     assert data_facts(per_split_data_args_path=listed)["data.checksum"] != by_file["data.checksum"]
 
@@ -368,8 +368,8 @@ def test_medians_and_how_often_the_clock_was_held_down() -> None:
     samples = Samples()
     samples.take()
     assert samples.record() == {}
-    given = iter([(1980, 300.0, 0), (1500, 690.0, 0b100), (1600, 700.0, 0b1000100)])
-    samples.read = lambda: next(given)
+    readings = iter([(1980, 300.0, 0), (1500, 690.0, 0b100), (1600, 700.0, 0b1000100)])
+    samples.read = lambda: next(readings)
     for _ in range(4):  # the last one fails
         samples.take()
     assert samples.read is None
@@ -394,13 +394,13 @@ def test_the_window_is_sampled_at_heartbeats_and_the_slowest_card_is_named(tmp_p
     log.close()
     assert receipts.read(tmp_path)["card"]["sm_clock_mhz"] == 1500
     for rank in range(2):
-        known = {"card.matmul_tflops_per_s": 700.0 + rank, "card.sm_clock_mhz": 1500 - rank, "card.power_w": 600 + rank}
-        lines = at(0, facts={"environment": {}, "ddp.bucket_elements": [5 + rank], **known}), stepped(3 + rank, 1)
+        card = {"card.matmul_tflops_per_s": 700.0 + rank, "card.sm_clock_mhz": 1500 - rank, "card.power_w": 600 + rank}
+        lines = at(0, facts={"environment": {}, "ddp.bucket_elements": [5 + rank], **card}), stepped(3 + rank, 1)
         write_start(tmp_path / "two", 1, rank, *lines, world_size=2, began=1)
-    found = receipts.read(tmp_path / "two")
-    assert (found["card"]["matmul_tflops_per_s"], found["card"]["sm_clock_mhz"], found["card"]["power_w"]) == (
+    receipt = receipts.read(tmp_path / "two")
+    assert (receipt["card"]["matmul_tflops_per_s"], receipt["card"]["sm_clock_mhz"], receipt["card"]["power_w"]) == (
         700,
         1499,
         600,
     )
-    assert (found["time_to_first_step_s"], found["ddp"]["bucket_elements"]) == (3.0, [5])
+    assert (receipt["time_to_first_step_s"], receipt["ddp"]["bucket_elements"]) == (3.0, [5])

@@ -36,8 +36,8 @@ def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def window_of(run: Path, number: int, left_out: int, profiled: tuple[tuple[int, int], ...] = ()) -> Window:
-    starts = [one for rank in events.read(run).values() for one in rank if one.number == number]
-    return together([measure(one, left_out, profiled) for one in starts])
+    starts = [start for rank in events.read(run).values() for start in rank if start.number == number]
+    return together([measure(start, left_out, profiled) for start in starts])
 
 
 def test_the_window_is_of_one_start_without_its_warm_up_and_checkpoints(tmp_path: Path) -> None:
@@ -51,13 +51,13 @@ def test_the_window_is_of_one_start_without_its_warm_up_and_checkpoints(tmp_path
         at(0, {"jit": 0.5}, how="finished"),
         world_size=2,
     )  # fmt: skip
-    found = window_of(tmp_path, 1, 2, ((9, 11),))
-    assert found.seconds == {7: 3.5, 8: 1.5}
-    assert found.compiled == {7: SECOND // 2}
-    assert (found.compiled_ns, found.done) == (round(1.75 * SECOND), 7)
+    window = window_of(tmp_path, 1, 2, ((9, 11),))
+    assert window.seconds == {7: 3.5, 8: 1.5}
+    assert window.compiled == {7: SECOND // 2}
+    assert (window.compiled_ns, window.done) == (round(1.75 * SECOND), 7)
     write_start(tmp_path, 1, 1, *(stepped(0, number, 4.0, jit=0.25) for number in (1, 2, 3)), world_size=2)
-    found = window_of(tmp_path, 1, 2, ((9, 11),))
-    assert (found.rank, found.compiled) == (1, {3: SECOND // 4, 7: SECOND // 2})
+    window = window_of(tmp_path, 1, 2, ((9, 11),))
+    assert (window.rank, window.compiled) == (1, {3: SECOND // 4, 7: SECOND // 2})
     assert window_of(tmp_path, 1, 7).seconds == {}
 
 
@@ -65,8 +65,8 @@ def test_a_run_that_was_stopped_is_not_finished(tmp_path: Path) -> None:
     line = "exiting program at iteration 1"
     for rank, how in ((0, "finished"), (1, "stopped")):
         write_start(tmp_path, 1, rank, stepped(1, 1), at(2, facts={"stopped": line}), at(3, {}, how=how), world_size=2)
-    found = receipts.read(tmp_path)
-    assert (found["status"], found["notes"]) == ("stopped", [f"stopped: {line}"])
+    receipt = receipts.read(tmp_path)
+    assert (receipt["status"], receipt["notes"]) == ("stopped", [f"stopped: {line}"])
     for rank in range(2):  # a start after it recovers from nothing
         write_start(tmp_path, 2, rank, stepped(6, 2, resumed_at=1, startup=1), began=4, world_size=2)
     assert receipts.read(tmp_path)["goodput"]["seconds"]["recovery"] == 0
@@ -85,13 +85,13 @@ def test_a_dead_start_up_leaves_a_valid_receipt(tmp_path: Path, monkeypatch: pyt
     """No model was ever built: nearly all is unknown, and says why."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     end(tmp_path, MemoryError())
-    found = receipts.read(tmp_path / "receipt.json")
-    assert found["status"] == "MemoryError"
-    assert found["environment"]["NCCL_ALGO"] == "Ring"
-    assert found["pattern"] is None
-    assert receipt_fields.why_unknown("pattern", found["unknown"]) == "rank 0 did not record it: the run ended first"
-    assert {one["name"] for one in found["unjudged"]} >= {"mock data", "fall-back", "batch changed"}
-    assert found["versions"]["torch"]
+    receipt = receipts.read(tmp_path / "receipt.json")
+    assert receipt["status"] == "MemoryError"
+    assert receipt["environment"]["NCCL_ALGO"] == "Ring"
+    assert receipt["pattern"] is None
+    assert receipt_fields.why_unknown("pattern", receipt["unknown"]) == "rank 0 did not record it: the run ended first"
+    assert {unjudged["name"] for unjudged in receipt["unjudged"]} >= {"mock data", "fall-back", "batch changed"}
+    assert receipt["versions"]["torch"]
 
 
 def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
@@ -104,16 +104,16 @@ def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     for name, more in (("a", {}), ("b", {"steps": [20, 24], "phase": "warm-up"})):
         (tmp_path / "profile" / name).mkdir(parents=True)
         (tmp_path / "profile" / name / "table.json").write_text(json.dumps(table | {"dominant": "E"} | more))
-    found = receipts.read(tmp_path)
-    assert found["profiler"]["step_range"] == [10, 14]
-    assert (found["dominant_time"], found["attention_share"]) == ("expert", 0.3)
-    assert found["dominant_flops"] is None
-    assert found["shares"]["source"] == (
+    receipt = receipts.read(tmp_path)
+    assert receipt["profiler"]["step_range"] == [10, 14]
+    assert (receipt["dominant_time"], receipt["attention_share"]) == ("expert", 0.3)
+    assert receipt["dominant_flops"] is None
+    assert receipt["shares"]["source"] == (
         "profile of rank 0: device time of kernels of steps 10 to 14, communication included"
     )
-    assert found["shares"]["groups"] == {"expert": 0.6, "attention": 0.3, "optimizer": 0.1}
-    assert found["profiler"]["hidden_share"] == 0.75
-    assert "profiler" not in found["unknown"]
+    assert receipt["shares"]["groups"] == {"expert": 0.6, "attention": 0.3, "optimizer": 0.1}
+    assert receipt["profiler"]["hidden_share"] == 0.75
+    assert "profiler" not in receipt["unknown"]
 
 
 def test_the_commit_is_the_checkout_s_or_the_variable_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ NAMED = {
 
 
 def bare_receipt(**values: Any) -> dict[str, Any]:
-    known = {
+    required = {
         "schema": receipt_fields.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "notes": [],
         "disqualifiers": [], "unjudged": [], "environment": {},
     }  # fmt: skip
-    return receipt_fields.Facts(known | values).receipt("a test")
+    return receipt_fields.Facts(required | values).receipt("a test")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_missing_field_and_what_is_no_object_are_wrong() -> None:
 def test_layers_with_equal_backends_are_one_record() -> None:
     record = {name: value for name, value in NAMED.items() if name != "layers"}
     rows = [record | {"layer": layer} for layer in (3, 1, None, 2, 5)] + [record | {"layer": 4, "reason": "other"}]
-    assert [(one["layers"], one["reason"]) for one in receipt_fields.by_span([*rows, *rows])] == [
+    assert [(row["layers"], row["reason"]) for row in receipt_fields.by_span([*rows, *rows])] == [
         ("1-3, 5, mtp", "disabled"), ("4", "other")
     ]  # fmt: skip
     assert receipt_fields.layers("1-3, 5, mtp") == [1, 2, 3, 5, "mtp"]
@@ -220,8 +220,8 @@ def judged(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The evidence of disqualifiers, and the reasons of those not judged, of a run whose second step was measured."""
     seconds = {2: 1.0} if steps else {}
-    found, unjudged = compare.judge(compare.Case(values, steps, tokens_of(steps), seconds, compiled or {}, overlap))
-    return {one["name"]: one["evidence"] for one in found}, {one["name"]: one["reason"] for one in unjudged}
+    faults, unjudged = compare.judge(compare.Case(values, steps, tokens_of(steps), seconds, compiled or {}, overlap))
+    return {row["name"]: row["evidence"] for row in faults}, {row["name"]: row["reason"] for row in unjudged}
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def judged(
 )  # fmt: skip
 def test_each_disqualifier_has_its_evidence(given: dict[str, Any], name: str, evidence: str) -> None:
     assert judged(GOOD) == ({}, {})
-    found, unjudged = judged(**{"values": GOOD} | given)
-    assert (list(found), unjudged) == ([name], {})
-    assert evidence in found[name]
+    disqualifiers, unjudged = judged(**{"values": GOOD} | given)
+    assert (list(disqualifiers), unjudged) == ([name], {})
+    assert evidence in disqualifiers[name]
 
 
 @pytest.mark.parametrize(
@@ -280,11 +280,11 @@ def test_overlap_that_hides_something_or_has_nothing_to_hide(change: dict[str, A
 
 
 def test_what_cannot_be_judged() -> None:
-    found, unjudged = judged({}, [])
-    assert (found, list(unjudged)) == ({}, list(receipt_fields.DISQUALIFIERS[:-1]))
+    disqualifiers, unjudged = judged({}, [])
+    assert (disqualifiers, list(unjudged)) == ({}, list(receipt_fields.DISQUALIFIERS[:-1]))
     unknown = REDUCED | {"possible": False, "reason": "the number of buckets is not known"}
-    found, unjudged = judged(GOOD | {"overlap": [unknown]})
-    assert (found, list(unjudged)) == ({}, ["overlap hid nothing"])
+    disqualifiers, unjudged = judged(GOOD | {"overlap": [unknown]})
+    assert (disqualifiers, list(unjudged)) == ({}, ["overlap hid nothing"])
     assert "not known" in unjudged["overlap hid nothing"]
     lost = GOOD | {"routing.dropped_tokens": None, "routing.capacity_factor": 1.0}
     assert list(judged(lost)[1]) == ["capacity drop"]

@@ -86,14 +86,14 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
     module.train = stock  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     heard = a_listener()
-    told = loop.Notifier(Clock(), [heard])
+    notifier = loop.Notifier(Clock(), [heard])
     seams = [loop.Seam(module.__name__, name, loop.timed(Phase.STEP)) for name in ("train", "Steps.train_step")]
-    said = r"a_training_loop has no Steps\.train_step.*--no-observe"
-    with pytest.raises(LaunchError, match=said) as refused, loop.replaced(seams, told):
+    message = r"a_training_loop has no Steps\.train_step.*--no-observe"
+    with pytest.raises(LaunchError, match=message) as refused, loop.replaced(seams, notifier):
         raise AssertionError("it observes a loop that it does not know")
     assert module.train is stock
     assert heard.method_calls == [mock.call.on_end(refused.value)]
-    with loop.replaced(seams[:1], told):
+    with loop.replaced(seams[:1], notifier):
         assert module.train is not stock
         assert module.train() == "stock"
     assert module.train is stock
@@ -121,13 +121,13 @@ def test_what_fails_hears_of_nothing_more_but_its_end_and_training_goes_on(
 ) -> None:
     error = LookupError("of its own\nand its details")
     failing, sound = a_listener(**{where: error}), a_listener()
-    told = loop.Notifier(Clock(), [failing, sound])
-    with loop.replaced([], told):
-        told.notify(lambda listener: listener.on_model([], None))
+    notifier = loop.Notifier(Clock(), [failing, sound])
+    with loop.replaced([], notifier):
+        notifier.notify(lambda listener: listener.on_model([], None))
         for number in (1, 2):
-            told.notify_begin(number)
+            notifier.notify_begin(number)
             logged = {"loss_dict": {}, "grad_norm": None, "learning_rate": None, "skipped_iter": 0}
-            told.notify_step(logged, number, 512 * number)
+            notifier.notify_step(logged, number, 512 * number)
     steps = ["on_step_begin", "on_step"]
     everything = ["on_model", *steps, *steps, "on_end"]
     names = [call[0] for call in failing.method_calls]
@@ -175,9 +175,9 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
     from megatron.training import training
 
     def finalize(global_state: object = None, ckpt_cfg: object = None, **_: object) -> None:
-        found.append(clock.phase)
+        phases.append(clock.phase)
 
-    clock, found = Clock(), []
+    clock, phases = Clock(), []
     settings = SimpleNamespace(async_save=asynchronous)
     monkeypatch.setattr(megatron.training, "get_args", lambda: settings)
     monkeypatch.setattr(training, "maybe_finalize_async_save", finalize)
@@ -186,7 +186,7 @@ def test_the_wait_for_an_asynchronous_save_is_part_of_it(
         training.maybe_finalize_async_save(blocking=True, terminate=True)
     (seam,) = (seam for seam in bridge_loop.SEAMS if seam.name == "maybe_finalize_async_save")
     seam.handler(loop.Notifier(clock, []), finalize, global_state=None, ckpt_cfg=settings)
-    assert found == [phase, phase]
+    assert phases == [phase, phase]
     assert clock.phase is Phase.IDLE
 
 

@@ -19,8 +19,8 @@ from tests.observe.recorded import a_step
 def test_an_even_load_and_a_collapsed_one() -> None:
     even = Load((5, 5, 5, 5), 20)
     assert (even.entropy, even.max_over_mean, even.dropped) == (pytest.approx(1), 1, 0)
-    one = Load((0, 6, 0), 8)
-    assert (one.entropy, one.max_over_mean, one.dropped) == (0, 3, 2)
+    collapsed = Load((0, 6, 0), 8)
+    assert (collapsed.entropy, collapsed.max_over_mean, collapsed.dropped) == (0, 3, 2)
     assert Load((3, 1), 4).entropy == pytest.approx(-(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)))
     assert (Load((0, 0), 4).entropy, Load((0, 0), 4).max_over_mean) == (0, 0)
 
@@ -97,17 +97,17 @@ def test_a_hook_that_fails_ends_no_step_and_what_was_counted_is_not_told(monkeyp
     damaged = probs[:, :2] > 0
     module(probs, damaged)
     module(probs, probs > 0)  # nothing is counted after the error
-    known = weakref.ref(damaged)
+    reference = weakref.ref(damaged)
     with pytest.raises(RuntimeError, match="must match") as caught:
         listener.on_step(a_step(2))
     listener.on_end(caught.value)  # of the listener, not of the run
-    found = listener.record()
-    assert (listener.latest, found["layers"]) == ({}, {})
-    assert found["failed"].startswith("counting failed on a rank: RuntimeError: ")
+    record = listener.record()
+    assert (listener.latest, record["layers"]) == ({}, {})
+    assert record["failed"].startswith("counting failed on a rank: RuntimeError: ")
     assert not module._forward_hooks
     del damaged, caught
     gc.collect()
-    assert known() is None
+    assert reference() is None
 
 
 def test_what_is_read_last_is_of_the_steps_since() -> None:

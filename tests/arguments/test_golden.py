@@ -45,7 +45,7 @@ RUNS: dict[str, list[str]] = {
 
 def texts(folder: Path, *, brief: bool = True) -> dict[str, str]:
     """The arguments of each run, one a line, and its launch policy on GPUs or the CPU."""
-    found = {}
+    golden = {}
     for name, words in RUNS.items():
         recipe = RECIPES.get(words[0])
         needed = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -55,23 +55,23 @@ def texts(folder: Path, *, brief: bool = True) -> dict[str, str]:
             contextlib.redirect_stdout(io.StringIO()) as out,
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            settings = ["--settings", str(folder / f"{len(found)}.yaml")] if _changes_the_model(words) else []
-            given = [word for word in words if not word.startswith("extra=")]
-            assert cli.main(["recipe", "emit", *given, *settings, "--as", "args", "--data", "corpus"]) == 0, name
+            settings = ["--settings", str(folder / f"{len(golden)}.yaml")] if _changes_the_model(words) else []
+            options = [word for word in words if not word.startswith("extra=")]
+            assert cli.main(["recipe", "emit", *options, *settings, "--as", "args", "--data", "corpus"]) == 0, name
         extra = [part for word in words if word.startswith("extra=") for part in word[6:].split()]
         arguments = [*out.getvalue().splitlines(), *extra]
         device = "cpu" if "gloo" in arguments else "cuda"
         usual = recipe.processes if recipe else 1
         processes = int(words[words.index("--gpus-per-node") + 1]) if "--gpus-per-node" in words else usual
         run = read(arguments, device=device, processes=processes)
-        found[f"{name}: words"] = "\n".join(arguments).replace(ROOT, "ROOT")
+        golden[f"{name}: words"] = "\n".join(arguments).replace(ROOT, "ROOT")
         launched = policy.resolve(run, environment={})
         decided = [
-            *(f"{one.name}={one.value} {one.source}" for one in launched.values),
-            *(f"{one.name} {one.possible}" for one in launched.overlaps),
+            *(f"{decision.name}={decision.value} {decision.source}" for decision in launched.values),
+            *(f"{decision.name} {decision.possible}" for decision in launched.overlaps),
         ]
-        found[f"{name}: policy"] = "\n".join(decided) if brief else launched.describe()
-    return found
+        golden[f"{name}: policy"] = "\n".join(decided) if brief else launched.describe()
+    return golden
 
 
 def _changes_the_model(words: list[str]) -> bool:

@@ -28,8 +28,8 @@ NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.t
 
 def matching(model: Model) -> SimpleNamespace:
     """A configuration that holds what ``model`` asks for."""
-    asked = {argument.field: argument.expected for argument in model_arguments(model)}
-    return SimpleNamespace(**asked, vocab_size=model.vocab_size)
+    fields = {argument.field: argument.expected for argument in model_arguments(model)}
+    return SimpleNamespace(**fields, vocab_size=model.vocab_size)
 
 
 def other(value: Any) -> Any:
@@ -73,9 +73,9 @@ def test_each_single_contradiction_is_the_one_that_is_listed(name: str) -> None:
         source = matching(model)
         changed = other(argument.expected)
         setattr(source, argument.field, changed)
-        (found,) = mismatches(model, [source])
-        assert found.startswith(f"{argument.field}: found {changed!r}, expected {argument.expected!r}")
-        assert f"({argument.remedy})" in found
+        (problem,) = mismatches(model, [source])
+        assert problem.startswith(f"{argument.field}: found {changed!r}, expected {argument.expected!r}")
+        assert f"({argument.remedy})" in problem
 
 
 def test_each_missing_field_is_listed() -> None:
@@ -83,8 +83,8 @@ def test_each_missing_field_is_listed() -> None:
     for argument in model_arguments(model):
         source = matching(model)
         delattr(source, argument.field)
-        (found,) = mismatches(model, [source])
-        assert found == f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})"
+        (problem,) = mismatches(model, [source])
+        assert problem == f"{argument.field}: not configured; expected {argument.expected!r} ({argument.remedy})"
     assert len(mismatches(model, [])) == len(model_arguments(model)) + 1  # and the vocabulary
 
 
@@ -98,8 +98,8 @@ def test_the_vocabulary_may_be_padded_and_no_other() -> None:
     source.vocab_size = 512
     assert mismatches(model, [source]) == []
     source.vocab_size = 384
-    (found,) = mismatches(model, [source])
-    assert found.startswith("vocab_size: found 384, expected 260, or 512 with padding")
+    (problem,) = mismatches(model, [source])
+    assert problem.startswith("vocab_size: found 384, expected 260, or 512 with padding")
 
 
 def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_the_models() -> None:
@@ -113,23 +113,23 @@ def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_
     fields, spread = (
         {field.name for field in dataclasses.fields(of)} for of in (MLATransformerConfig, ModelParallelConfig)
     )
-    asked = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
+    requested = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
     words = NOT_THE_MODELS.read_text().split()
     listed = {word.lstrip("+-") for word in words}
     other = "+" if {word[1:] for word in words if word[0] == "-"} <= fields else "-"  # since 0.20, or until 0.19
-    assert asked & (listed | spread) == listed & spread == set()
-    assert sorted(fields - asked - listed - spread) == []
+    assert requested & (listed | spread) == listed & spread == set()
+    assert sorted(fields - requested - listed - spread) == []
     assert sorted(listed - fields) == sorted(word[1:] for word in words if word[0] == other)
 
 
 def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    known = {flag for action in add_megatron_arguments(ArgumentParser())._actions for flag in action.option_strings}
+    megatrons = {flag for action in add_megatron_arguments(ArgumentParser())._actions for flag in action.option_strings}
     flags = {flag for unused in lowering._UNUSED for flag in unused}
     since_main = {flag for flag in flags if flag.startswith("--gdp-")}
     assert len(since_main) == 3
-    assert flags - known in (set(), since_main)  # those of 0.20 as one
+    assert flags - megatrons in (set(), since_main)  # those of 0.20 as one
     for flag in flags:
         with raises(ArgumentMismatchError, flag):
             lowering.check_unused(["--seed", "1", f"{flag}=1"])
@@ -208,9 +208,9 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
 ) -> None:
     """With two data-parallel replicas every flag is on, in each layout; what Megatron then has is what was asked for."""
     model = with_overrides(preset("nam56r_tiny"), PIPELINED)
-    given = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
+    options = {"tokenizer": tokenizer_words(model), "data": ("--mock-data",), "precision": precision}
     processes = 2 * max(layout.processes, layout.tensor * layout.pipeline)
-    words = lower(Run(model, layout, Training(processes=processes, **given), model_class))
+    words = lower(Run(model, layout, Training(processes=processes, **options), model_class))
     how = read(words, device="cuda", processes=processes, model=model).execution
     with stock.gpu_host():
         arguments = stock.parse(words, processes)
@@ -232,7 +232,7 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
 def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
     """The flags of a run that change its speed alone."""
     named = {
-        word for one in FEATURES for on in (True, False) for word in words_of(one.field, on) if word.startswith("--")
+        word for flag in FEATURES for on in (True, False) for word in words_of(flag.field, on) if word.startswith("--")
     }
     return set(lower(Run(model or preset("nam56r_tiny"), layout or Layout(), Training(**training)))) & named
 
@@ -257,7 +257,7 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
         (here, Layout(context=2), plain, HYBRID),
         (here, Layout(), Training(transformer_impl="local", **own), GPT),
         (here, Layout(), Training(precision="fp32", **own), GPT),
-        *((here, Layout(), Training(optimizer=one, **own), GPT) for one in OPTIMIZERS if one != "adam"),
+        *((here, Layout(), Training(optimizer=name, **own), GPT) for name in OPTIMIZERS if name != "adam"),
         (here, Layout(), Training(precision="bf16_te_fp8_experts", **own), GPT),
         (here, Layout(), Training(extra=(TORCH_FSDP,), **own), GPT),
     ):
@@ -265,20 +265,20 @@ def test_graphs_are_asked_for_where_they_were_measured() -> None:
 
 
 def test_a_launch_flag_is_left_out_where_its_obstacle_stands() -> None:
-    one = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
+    single = {"--moe-permute-fusion", "--manual-gc", "--manual-gc-interval"}
     sharded = {"--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"}
     replicas = sharded | {"--overlap-grad-reduce", "--overlap-param-gather"}
-    assert launch_words() == one
-    assert launch_words(processes=2) == launch_words(Layout(expert=2)) == one | replicas
+    assert launch_words() == single
+    assert launch_words(processes=2) == launch_words(Layout(expert=2)) == single | replicas
     assert (
-        launch_words(Layout(tensor=2, sequence_parallel=True)) == one
+        launch_words(Layout(tensor=2, sequence_parallel=True)) == single
     )  # both processes hold a part of the one replica
     off = {"--no-gradient-accumulation-fusion"}
     local = {"--manual-gc", "--manual-gc-interval"} | off
     assert launch_words(transformer_impl="local") == local
     assert launch_words(processes=8, device="cpu", transformer_impl="local", precision="fp32") == off
     untrained = with_overrides(preset("nam56r_tiny"), {"dsa": {"loss_coeff": 0.0}})
-    assert launch_words(processes=2, model=untrained) == one | sharded
+    assert launch_words(processes=2, model=untrained) == single | sharded
     dense = with_overrides(preset("nam56r_tiny"), {"pattern": "AMR", "depth": 3, "dsa": {"schedule": "-"}})
     assert "--moe-permute-fusion" not in launch_words(model=dense)
 
@@ -298,7 +298,7 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
 
     from megatron.training.arguments import add_megatron_arguments
 
-    known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
+    megatrons = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
     words: set[str] = set()
     for model in PRESETS.values():
         for argument in model_arguments(model):
@@ -313,7 +313,7 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
         words.update(field.metadata.get("words", field.metadata.get("names", ())))
     flags = {word for word in words if word.startswith("--")}
     assert len(flags) > 60
-    assert sorted(flags - known.keys()) == []
+    assert sorted(flags - megatrons.keys()) == []
 
 
 @pytest.mark.parametrize(

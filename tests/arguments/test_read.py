@@ -25,16 +25,16 @@ DATA = ("--data-path", "corpus", "--split", "100,0,0")
 
 def described(run: Run) -> Run:
     """``run`` as its command line describes it, which names a preset by its spec."""
-    known = run.model if run.model not in PRESETS.values() else None
-    return read(lower(run), device=run.device, processes=run.training.processes, model=known)
+    model = run.model if run.model not in PRESETS.values() else None
+    return read(lower(run), device=run.device, processes=run.training.processes, model=model)
 
 
 @pytest.mark.parametrize("model_class", [GPT, HYBRID])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_read_from_its_command_line(name: str, model_class: str) -> None:
     run = dataclasses.replace(RECIPES[name].run, model_class=model_class)
-    given = {"data": DATA, "tokenizer": tokenizer_words(RECIPES[name].model), "extra": ("--exit-interval", "7")}
-    training = dataclasses.replace(run.training, **given, cuda_graphs=run.is_captured)
+    words = {"data": DATA, "tokenizer": tokenizer_words(RECIPES[name].model), "extra": ("--exit-interval", "7")}
+    training = dataclasses.replace(run.training, **words, cuda_graphs=run.is_captured)
     run = dataclasses.replace(run, training=training)
     assert described(run) == run
     assert lower(described(run)) == lower(run)
@@ -86,7 +86,7 @@ def drawn(seed: int) -> Run:
 def wanted(draw: random.Random, run: Run) -> dict[str, Any]:
     """Some fields of an execution, other than usual."""
     values: dict[str, Any] = {
-        **{name: not known.default for name, known in FIELDS.items() if "words" in known.metadata},
+        **{name: not field.default for name, field in FIELDS.items() if "words" in field.metadata},
         "moe_dispatcher": "flex", "bucket_elements": 5, "num_buckets": 3, "log_interval": 4, "fp8": "e4m3",
         "cuda_graph_impl": "full_iteration", "cuda_graph_scope": ("attn", "mlp"), "recompute_granularity": "selective",
         "recompute_modules": ("moe", "mlp"),

@@ -65,8 +65,8 @@ def shell(script: str, folder: Path, **variables: str) -> dict[str, Any]:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), script
     assert not (folder / "made").exists()
-    found: dict[str, Any] = json.loads((folder / "record").read_text())
-    return found
+    record: dict[str, Any] = json.loads((folder / "record").read_text())
+    return record
 
 
 def resolved(command: StockCommand, prefix: str) -> list[str]:
@@ -97,11 +97,11 @@ MEETING = ["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "nam56r", "--
 def test_a_shell_hands_the_command_over_word_by_word(values: dict[str, Any], head: list[str], tmp_path: Path) -> None:
     command = changed(**values)
     text = stock_command.as_cli(command)
-    found = shell(text, tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1", MEGATRON_LM="/m n")
+    record = shell(text, tmp_path, DATA_PREFIX="x y", HEAD_NODE="here:1", MEGATRON_LM="/m n")
     flags = [word for word in command.arguments if word.startswith("--")]
     assert [line.split()[0] for line in text.splitlines()][-len(flags) - 1 : -1] == flags  # in a line each
-    assert found["argv"] == [*head, *resolved(command, "x y")]
-    assert found["env"] == dict(command.env)
+    assert record["argv"] == [*head, *resolved(command, "x y")]
+    assert record["env"] == dict(command.env)
 
 
 @pytest.mark.parametrize("via", WAYS)
@@ -109,14 +109,14 @@ def test_a_batch_job_hands_the_same_words_over(via: str, tmp_path: Path) -> None
     command = changed(via=via, nodes=2)
     script = stock_command.as_slurm(command, Slurm(partition="gpu", time="1-00:00:00", cpus_per_task=16))
     job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "41"}
-    found = shell(script, tmp_path, DATA_PREFIX="x y", MEGATRON_LM="/m n", **job)
+    record = shell(script, tmp_path, DATA_PREFIX="x y", MEGATRON_LM="/m n", **job)
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "41", "--rdzv-endpoint", "first:20041"]
     launched = [*LAUNCHED, "cuda", "--"]
     program = {BARE: ["/m n/pretrain_gpt.py"], LAUNCH: [*launched, "pretrain_gpt.py"], WHEEL: launched}[via]
-    assert found["argv"] == [*meeting, "--nproc-per-node", "2", *program, *resolved(command, "x y")]
-    assert found["env"] == dict(command.env)
-    asked = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in script.splitlines() if "#SBATCH" in line)
-    assert asked == {
+    assert record["argv"] == [*meeting, "--nproc-per-node", "2", *program, *resolved(command, "x y")]
+    assert record["env"] == dict(command.env)
+    requested = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in script.splitlines() if "#SBATCH" in line)
+    assert requested == {
         **{"job-name": "nam56r", "partition": "gpu", "time": "1-00:00:00", "cpus-per-task": "16"},
         **{"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "2"},
     }
@@ -170,18 +170,18 @@ def test_every_recipe_has_every_form_and_they_agree(
     options = [name, "--model-class", model_class, "--data", "a b"]
     written = yaml.safe_load(emit(capsys, *options, "--as", "yaml"))
     words = emit(capsys, *options, "--as", "args").splitlines()
-    given = flags.read(words)
+    parsed = flags.read(words)
     assert {
         flag: () if value is True else (value,) if isinstance(value, str) else tuple(value)
         for flag, value in written["arguments"].items()
-    } == given
+    } == parsed
     split = shlex.split(emit(capsys, *options, "--as", "cli").replace(" \\\n", " "))
     assert split[len(split) - len(words) - 1 :] == [*words, "$@"]
     plan = RECIPES.get(name)
     if plan is not None:
         assert written["processes_per_node"] == plan.processes
-        assert given["--global-batch-size"] == (str(plan.run.training.global_batch_size),)
-        assert given["--expert-model-parallel-size"] == (str(plan.run.layout.expert),)
+        assert parsed["--global-batch-size"] == (str(plan.run.training.global_batch_size),)
+        assert parsed["--expert-model-parallel-size"] == (str(plan.run.layout.expert),)
     if plan is None or plan.run.training.device == "cuda":
         script = emit(capsys, *options, "--as", "slurm")
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=True).returncode == 0

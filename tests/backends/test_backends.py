@@ -32,11 +32,11 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has warned of nothing, tried nothing and disables nothing."""
     monkeypatch.delenv(probes.DISABLE_TE, raising=False)
     cached = probes._probed, probes.triton_release, dispatching._warn_once
-    for each in cached:
-        each.cache_clear()
+    for cache in cached:
+        cache.cache_clear()
     yield
-    for each in cached:
-        each.cache_clear()
+    for cache in cached:
+        cache.cache_clear()
 
 
 class Counted:
@@ -94,22 +94,22 @@ def test_kernels_are_taken_with_the_triton_that_compiles_them(release: str, monk
     monkeypatch.setattr(probes, "arch", lambda: "sm_90")
     monkeypatch.setattr(probes, "REQUIREMENTS", {**probes.REQUIREMENTS, probes.CUDA: lambda: ProbeResult(True)})
     monkeypatch.setattr(listed, "_load", lambda path: int)
-    (component,) = (one for one in doctor.COMPONENTS if one.name == "triton")
-    found: dict[str, Any] = {"details": {}}
+    (component,) = (part for part in doctor.COMPONENTS if part.name == "triton")
+    names: dict[str, Any] = {"details": {}}
     with pytest.raises(SystemExit) if release == "3.10" else contextlib.nullcontext():
-        exec(component.probe, found)  # noqa: S102 - as the doctor does, in a process of its own
-    assert found["version"] == f"{release}.1"
-    assert ("on GPUs they ran with Triton 3.6 only" in found["details"]["note"]) == (release not in ("3.6", "3.10"))
+        exec(component.probe, names)  # noqa: S102 - as the doctor does, in a process of its own
+    assert names["version"] == f"{release}.1"
+    assert ("on GPUs they ran with Triton 3.6 only" in names["details"]["note"]) == (release not in ("3.6", "3.10"))
     for state, rank in ((64, 4), (128, 1), (128, 4)):
         needs = {"device": "cuda", "dtype": "bfloat16", "head_dim": 64, "mimo_rank": rank, "state": state}
-        made = Dispatcher().request("mamba3", **needs)
+        answer = Dispatcher().request("mamba3", **needs)
         spills = versions.TRITON.get(release, {}).get("mamba3") == {"mimo_rank": rank, "state": state}
-        assert made.observed == ("reference" if spills or release == "3.10" else "triton"), made.reason
-        assert made.slower_than_best == (made.observed == "reference")
+        assert answer.observed == ("reference" if spills or release == "3.10" else "triton"), answer.reason
+        assert answer.slower_than_best == (answer.observed == "reference")
         if spills:
-            assert f"with Triton {release} its kernels spill registers at mimo_rank 4, state 128" in made.reason
+            assert f"with Triton {release} its kernels spill registers at mimo_rank 4, state 128" in answer.reason
         if release == "3.10":
-            assert f"not compiled with Triton 3.10, but with {', '.join(versions.TRITON)}" in made.reason
+            assert f"not compiled with Triton 3.10, but with {', '.join(versions.TRITON)}" in answer.reason
             with raises(BackendError, "mamba3", "Triton 3.10", code="cannot-run"):
                 Dispatcher({"mamba3": "triton"}).request("mamba3", **needs)
         else:
@@ -146,8 +146,8 @@ def test_auto_does_not_take_what_runs_by_name_alone() -> None:
 def test_auto_takes_another_package_only_at_sizes_of_rows() -> None:
     ours = Counted(covers=10**9).candidate("ours", Speed.KERNEL)
     row = Support(dims={"head_dim": Dim(one_of=(64,))})
-    theirs = dataclasses.replace(Counted().candidate("theirs", Speed.KERNEL), auto=row)
-    made = Dispatcher({}, [theirs, ours])
+    other = dataclasses.replace(Counted().candidate("theirs", Speed.KERNEL), auto=row)
+    made = Dispatcher({}, [other, ours])
     answer = made.request("mla", head_dim=64)
     assert (answer.observed, answer.reason) == ("theirs", "fastest available")
     answer = made.request("mla", head_dim=32)
@@ -155,12 +155,12 @@ def test_auto_takes_another_package_only_at_sizes_of_rows() -> None:
     assert answer.reason == "theirs was not measured to be faster here: head_dim 32 is not one of 64; the nearest is 64"
     assert made.request("mla", "theirs", head_dim=32).observed == "theirs"
     probed = Counted()
-    theirs = dataclasses.replace(probed.candidate("theirs", Speed.KERNEL), auto=row)
-    made = Dispatcher({}, [theirs, ours])
+    other = dataclasses.replace(probed.candidate("theirs", Speed.KERNEL), auto=row)
+    made = Dispatcher({}, [other, ours])
     assert made.without_kernel("mla", head_dim=32) is None
     assert made.request("mla", head_dim=32).observed == "ours"
     assert probed.probes == 0  # a probe may compile kernels
-    assert Dispatcher({}, [theirs]).without_kernel("mla", head_dim=32) == "it has none"
+    assert Dispatcher({}, [other]).without_kernel("mla", head_dim=32) == "it has none"
 
 
 LACKING = [
@@ -235,10 +235,10 @@ def test_a_better_one_is_taken_in_place_of_autos_only() -> None:
         ({"mla": "other"}, "better", "other", "other"),
     ):
         made = Dispatcher(requests, many)
-        found = made.request_in_place("mla", "plain", better, "memory is free", layer=3, head_dim=64)
-        assert (found.observed, found.requested, found.layer) == (runs, requested, 3)
-        assert (found.reason == "memory is free") == (runs == "better")
-        assert made.observed_backends() == [found.as_record()]
+        answer = made.request_in_place("mla", "plain", better, "memory is free", layer=3, head_dim=64)
+        assert (answer.observed, answer.requested, answer.layer) == (runs, requested, 3)
+        assert (answer.reason == "memory is free") == (runs == "better")
+        assert made.observed_backends() == [answer.as_record()]
 
 
 def test_names_that_do_not_exist() -> None:
@@ -250,9 +250,9 @@ def test_names_that_do_not_exist() -> None:
             dispatcher(requests)
     with raises(BackendError, "op mla", "'xyz'", "auto, slow, fast"):
         dispatcher()[0].request("mla", "xyz")
-    one = Counted().candidate("one", Speed.KERNEL)
+    candidate = Counted().candidate("one", Speed.KERNEL)
     with raises(BackendError, "op mla", "'one'", code="taken"):
-        Dispatcher(candidates=[one, one])
+        Dispatcher(candidates=[candidate, candidate])
     with raises(BackendError, "op linear", "--transformer-impl", code="not-by-name"):
         Dispatcher({"linear": "local"})
     with raises(BackendError, "backend x", "'tritn'", "'triton'"):
@@ -373,11 +373,11 @@ def test_ops_have_kernels_where_they_can(
     working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON, probes.TRANSFORMER_ENGINE)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
     widths = {"qk_dim": 128, "v_dim": 64, "dim": 64, "heads": 32, "hidden": 3584, "ffn": 896}
-    given = {"device": "cuda", "dtype": "torch.bfloat16", "packed": True} | widths | needs
+    call = {"device": "cuda", "dtype": "torch.bfloat16", "packed": True} | widths | needs
     spilling = versions.TRITON.get(probes.triton_release(), {}).get(op)  # with the installed one
-    if name == "triton" and spilling and spilling.items() <= given.items():
+    if name == "triton" and spilling and spilling.items() <= call.items():
         name, function = "reference", "spill registers"
-    answer = Dispatcher().request(op, **given, capturable=name == "triton")
+    answer = Dispatcher().request(op, **call, capturable=name == "triton")
     fell_back = name == "reference" and "device" not in needs
     assert (answer.observed, answer.slower_than_best) == (name, fell_back)
     assert function in (answer.reason if name == "reference" else answer.fn.__name__)
@@ -406,7 +406,7 @@ def test_fp8_by_name_refuses_by_name(op: str, name: str, monkeypatch: pytest.Mon
         ((9, 0), {"dtype": "torch.float16"}, "dtype float16 is not one of bfloat16"),
         ((8, 0), {}, "(8, 0), not Hopper"),
     ):
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda version=capability: version)
         with raises(BackendError, name, f"op {op}", why, code="cannot-run"):
             Dispatcher({op: name}).request(op, **(needs | changed))
 
@@ -481,10 +481,10 @@ def test_the_table_has_every_candidate_and_its_data(capsys: pytest.CaptureFixtur
     assert "no: no such device" in markdown.text([broken])
     doctor_words = argparse.Namespace(backends=True, json=False)
     assert doctor.run(doctor_words) == 0
-    said = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in said.splitlines()]
+    output = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     assert any("sdpa kernel cuda bf16, fp16 qk_dim × 8, v_dim × 8 deterministic" in line for line in lines)
-    assert "optimizer is chosen by --optimizer" in said
+    assert "optimizer is chosen by --optimizer" in output
 
 
 def test_a_norm_of_mamba_ssm_is_no_fall_back() -> None:
@@ -499,5 +499,5 @@ def test_a_norm_of_mamba_ssm_is_no_fall_back() -> None:
         module, _, name = where.partition(".")
         layer.add_module(f"{module}_norm", type(name, (base,), {"__module__": f"megatron.core.{module}"})())
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer]), config=layer.config)
-    found = [(one["requested"], one["observed"]) for one in built._of_classes([model])]
-    assert found == [("transformer_engine", "local"), ("auto", "local")]
+    pairs = [(row["requested"], row["observed"]) for row in built._of_classes([model])]
+    assert pairs == [("transformer_engine", "local"), ("auto", "local")]

@@ -34,13 +34,13 @@ OTHER = str(ROOT / "experiments" / "results" / "train_h200.csv")
 
 
 def test_every_op_and_every_kind_of_layer_has_a_benchmark() -> None:
-    ops = {one.covers for one in BENCHMARKS.values() if one.kind == OP}
+    ops = {entry.covers for entry in BENCHMARKS.values() if entry.kind == OP}
     assert {candidate.op for candidate in own_candidates()} <= ops | {EXPERTS}  # whose rows are those of the E layer
     packages = {path.name for path in (ROOT / "megacpp_mcore" / "ops").iterdir() if (path / "reference.py").exists()}
     assert packages <= ops | {"grouped_fp8"}  # which no layer uses: `doctor` calls it
     model = preset("nam56r")
     kinds = {letter + (role or "") for letter, role in zip(model.layers, model.roles, strict=True)}
-    assert {one.covers for one in BENCHMARKS.values() if one.kind == LAYER} == kinds | {"mtp"}
+    assert {entry.covers for entry in BENCHMARKS.values() if entry.kind == LAYER} == kinds | {"mtp"}
 
 
 def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,9 +159,9 @@ OURS_WAS = "layer_a_full / forward / ours, which was ours (mla sdpa)"
 def test_rows_are_compared_with_the_last_of_their_name(
     before: list[Row], now: list[Row], slower: list[str], lines: list[str] | None
 ) -> None:
-    found = compare(before, now, 0.1)
-    assert found.slower == slower
-    assert lines is None or found.lines == lines
+    comparison = compare(before, now, 0.1)
+    assert comparison.slower == slower
+    assert lines is None or comparison.lines == lines
 
 
 @pytest.mark.parametrize(
@@ -194,32 +194,32 @@ def test_everything_runs_at_its_tiny_size(tmp_path: Path) -> None:
     with (tmp_path / "rows.csv").open(newline="") as source:
         rows = list(csv.DictReader(source))
     assert tuple(rows[0]) == COLUMNS
-    assert {found["benchmark"] for found in rows} == set(BENCHMARKS)
-    for found in rows:
-        timed = found["ms"] != ""
-        assert timed is (found["note"] == ""), found
-        assert timed is (found["parity"] in TIMED), found
-        assert found["speed_up"] == "" or found["parity"] == GREEN, found
-        assert (found["speed_up"] != "") <= (found["side"] == "ours" and found["against"] != ""), found
+    assert {record["benchmark"] for record in rows} == set(BENCHMARKS)
+    for record in rows:
+        timed = record["ms"] != ""
+        assert timed is (record["note"] == ""), record
+        assert timed is (record["parity"] in TIMED), record
+        assert record["speed_up"] == "" or record["parity"] == GREEN, record
+        assert (record["speed_up"] != "") <= (record["side"] == "ours" and record["against"] != ""), record
         # At the tiny size a selection takes every key.
-        selects = (found["benchmark"], found["work"]) == ("indexer", "forward")
-        multiplies = found["benchmark"] not in ("router", "rms_norm")  # the router is behind the product
-        assert int(found["floor_operations"]) > 0 or selects or not multiplies, found
-        assert int(found["floor_bytes"]) > 0
-        assert found["torch"] != "absent"
-    themselves = {found["benchmark"] for found in rows if found["parity"] == IS_REFERENCE}
-    assert themselves == {one.name for one in BENCHMARKS.values() if one.kind == LAYER}  # on a CPU, all of them
-    ours = {found["benchmark"] for found in rows if found["side"] == "ours" and found["ms"]}
-    assert ours == {found["benchmark"] for found in rows}
-    peers = {found["benchmark"] for found in rows if found["side"] == "peer"}
+        selects = (record["benchmark"], record["work"]) == ("indexer", "forward")
+        multiplies = record["benchmark"] not in ("router", "rms_norm")  # the router is behind the product
+        assert int(record["floor_operations"]) > 0 or selects or not multiplies, record
+        assert int(record["floor_bytes"]) > 0
+        assert record["torch"] != "absent"
+    themselves = {record["benchmark"] for record in rows if record["parity"] == IS_REFERENCE}
+    assert themselves == {entry.name for entry in BENCHMARKS.values() if entry.kind == LAYER}  # on a CPU, all of them
+    ours = {record["benchmark"] for record in rows if record["side"] == "ours" and record["ms"]}
+    assert ours == {record["benchmark"] for record in rows}
+    peers = {record["benchmark"] for record in rows if record["side"] == "peer"}
     assert peers == ours
-    assert any(found["variant"] == "torch._grouped_mm" and found["parity"] == "green" for found in rows)
+    assert any(record["variant"] == "torch._grouped_mm" and record["parity"] == "green" for record in rows)
 
 
 def test_rows_name_what_they_were_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACPP_COMMIT", "abc1234")
-    found = measure.versions("torch", "no-such-package")
-    assert (found["commit"], found["no-such-package"]) == ("abc1234", "absent")
+    recorded = measure.versions("torch", "no-such-package")
+    assert (recorded["commit"], recorded["no-such-package"]) == ("abc1234", "absent")
     facts = tmp_path / "cpuinfo"
     monkeypatch.setattr(host, "CPU_FACTS", facts)
     monkeypatch.setattr("platform.processor", lambda: "")

@@ -29,7 +29,7 @@ Columns = Mapping[str, str]
 
 
 def _rows(op: str, mine: str, theirs: str = "reference", work: str = "forward+backward") -> tuple[Columns, Columns]:
-    first, second = ({"benchmark": op, "work": work, "variant": each} for each in (mine, theirs))
+    first, second = ({"benchmark": op, "work": work, "variant": variant} for variant in (mine, theirs))
     return first, second
 
 
@@ -80,17 +80,17 @@ def _committed() -> list[dict[str, str]]:
 def test_auto_prefers_no_backend_without_evidence_or_a_policy() -> None:
     unused: Callable[..., Any] = dict
     every = [*own_candidates(), *layer_parts_candidates(transformer_engine=unused, local=unused)]
-    known = {(one.op, one.name) for one in every}
-    every = [one for one in every if one.auto]
-    slowest = {op: min(one.speed for one in every if one.op == op) for op in {one.op for one in every}}
-    preferred = {(one.op, one.name) for one in every if one.speed > slowest[one.op]}
-    assert preferred <= EVIDENCE.keys() | POLICIES.keys() <= known
+    names = {(entry.op, entry.name) for entry in every}
+    every = [entry for entry in every if entry.auto]
+    slowest = {op: min(entry.speed for entry in every if entry.op == op) for op in {entry.op for entry in every}}
+    preferred = {(entry.op, entry.name) for entry in every if entry.speed > slowest[entry.op]}
+    assert preferred <= EVIDENCE.keys() | POLICIES.keys() <= names
     assert not EVIDENCE.keys() & POLICIES.keys()
 
 
 @pytest.mark.parametrize(("op", "name"), [("mla", "flash4"), ("routed_mlp", "quack")])
 def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: str) -> None:
-    (candidate,) = (one for one in own_candidates() if (one.op, one.name) == (op, name))
+    (candidate,) = (listed for listed in own_candidates() if (listed.op, listed.name) == (op, name))
     assert isinstance(candidate.auto, Support)
     words = {"qk_dim": "qk", "v_dim": "v", "hidden": "hidden", "ffn": "expert_width", "experts": "experts"}
     sizes = dict(candidate.support.dims) | dict(candidate.auto.dims)
@@ -100,7 +100,7 @@ def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: st
     assert rows
     assert {row["dtype"] for row in rows} == {*candidate.auto.dtypes} & {*candidate.support.dtypes}
     for row in rows:
-        shape = dict(one.split("=") for one in row["shape"].split())
+        shape = dict(size.split("=") for size in row["shape"].split())
         assert {name: str(dim) for name, dim in sizes.items()} == {
             name: f"one of {shape[words[name]]}" for name in sizes
         }

@@ -45,10 +45,10 @@ def run(name: str) -> Outcome:
 
 def inject(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any]) -> None:
     """A backend of ``m2rnn`` called ``injected`` that ``auto`` prefers."""
-    known = backends.own_candidates()
+    candidates = backends.own_candidates()
     ours = Candidate(name="injected", op="m2rnn", speed=Speed.KERNEL, load=lambda: fn)
     for module in (backends, backends.candidates, layers_benchmark):
-        monkeypatch.setattr(module, "own_candidates", lambda: (*known, ours))
+        monkeypatch.setattr(module, "own_candidates", lambda: (*candidates, ours))
 
 
 def wrong(*inputs: Any, factor: float = 1.01, **options: Any) -> Any:
@@ -79,14 +79,14 @@ def test_a_wrong_op_gets_no_time_and_fails_the_run(
     fn: Callable[..., Any], failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject(monkeypatch, fn)
-    found = run("m2rnn")
-    (line,) = found.failures
+    measured = run("m2rnn")
+    (line,) = measured.failures
     assert line.startswith(failure)
-    rows = [row for row in found.rows if row["variant"] == "injected"]
+    rows = [row for row in measured.rows if row["variant"] == "injected"]
     assert [row["work"] for row in rows] == [FORWARD, BOTH]
     assert {row["ms"] + row["speed_up"] + row["against"] for row in rows} == {""}
     assert {f"m2rnn: injected {row['parity']}" for row in rows} == {line}
-    assert all(row["parity"] == "green" and row["ms"] for row in found.rows if row["variant"] == "reference")
+    assert all(row["parity"] == "green" and row["ms"] for row in measured.rows if row["variant"] == "reference")
 
 
 def test_a_layer_is_checked_with_its_op_and_on_references_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_a_layer_is_checked_with_its_op_and_on_references_claims_nothing(monkeyp
         inject(patch, m2rnn)
         assert {row["parity"] for row in run("layer_r").rows if row["side"] == OURS} == {"green"}
     inject(monkeypatch, partial(wrong, factor=2.0))
-    found = run("layer_r")
-    (failure,) = found.failures
+    measured = run("layer_r")
+    (failure,) = measured.failures
     assert failure.startswith("layer_r: ours (")
     assert "m2rnn injected) FAILS: worst row out" in failure
-    assert {row["ms"] for row in found.rows} == {""}
+    assert {row["ms"] for row in measured.rows} == {""}
 
 
 def times(factor: float, name: str, side: str, **more: Any) -> Variant:
@@ -136,13 +136,13 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     return measured
 
 
-def by_variant(found: Outcome, work: str = BOTH) -> dict[str, dict[str, Any]]:
-    return {row["variant"]: row for row in found.rows if row["work"] == work}
+def by_variant(measured: Outcome, work: str = BOTH) -> dict[str, dict[str, Any]]:
+    return {row["variant"]: row for row in measured.rows if row["work"] == work}
 
 
 PEER_OF_2, OURS_OF_2, NEAR = times(2, "peer", PEER), times(2, "ours", OURS), times(2.02, "yardstick", PEER)
 STOCK, REPLAY = times(2, "stock", PEER), dataclasses.replace(times(2, "replay", OURS), is_captured=True)
-FIRST: dict[str, Any] = {"results": lambda found: found[:1]}
+FIRST: dict[str, Any] = {"results": lambda results: results[:1]}
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_a_speed_up_is_beside_a_peer_that_is_right_too(
     variants: Sequence[Variant], stock: str, against: Any, untimed: set[str], failures: list[str],
     outcome: Callable[..., Outcome],
 ) -> None:  # fmt: skip
-    found = outcome(*variants, stock=stock)
-    rows = by_variant(found)
+    measured = outcome(*variants, stock=stock)
+    rows = by_variant(measured)
     assert {name: row["against"] for name, row in rows.items() if row["against"]} == against
     assert {name for name, row in rows.items() if not row["ms"]} == untimed
-    assert len(found.failures) == len(failures)
-    assert all(line.startswith(start) for line, start in zip(found.failures, failures, strict=True))
+    assert len(measured.failures) == len(failures)
+    assert all(line.startswith(start) for line, start in zip(measured.failures, failures, strict=True))
     for name, peer in against.items():
         gain = float(rows[peer]["ms"]) / float(rows[name]["ms"])
         assert float(rows[name]["speed_up"].removesuffix("x")) == pytest.approx(gain, rel=0.02, abs=2e-3)
@@ -196,14 +196,14 @@ def test_a_graph_is_captured_in_deterministic_mode(monkeypatch: pytest.MonkeyPat
     seen: list[bool] = []
 
     def stub(call: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (seen.append(torch.are_deterministic_algorithms_enabled()), call(*given))[1]
+        return lambda *args: (seen.append(torch.are_deterministic_algorithms_enabled()), call(*args))[1]
 
     monkeypatch.setattr("megacpp_mcore.bench.problem.Captured", stub)
     both = OURS_OF_2.deterministic().captured()
     assert (both.name, both.is_captured) == ("ours, deterministic, CUDA graph", True)
     assert times(2, "ours (mla sdpa)", OURS).captured().name == "ours, CUDA graph (mla sdpa)"
-    found = measure.measured(problem(both), both, Options(**QUICK))
-    assert [result.right for result in found.values()] == [True] * len(found)
+    results = measure.measured(problem(both), both, Options(**QUICK))
+    assert [result.right for result in results.values()] == [True] * len(results)
     assert set(seen) == {True}
     assert not torch.are_deterministic_algorithms_enabled()
     with raises(BenchmarkError, "deterministic()", "captured()"):
@@ -229,22 +229,22 @@ def stops(side: str, error: Exception) -> Variant:
 def test_without_a_backward_pass_a_peer_keeps_its_forward_pass_and_ours_nothing(
     outcome: Callable[..., Outcome],
 ) -> None:
-    found = outcome(stops(PEER, ValueError("G value of 8")), OURS_OF_2)
-    both, forward = (by_variant(found, work) for work in (BOTH, FORWARD))
+    measured = outcome(stops(PEER, ValueError("G value of 8")), OURS_OF_2)
+    both, forward = (by_variant(measured, work) for work in (BOTH, FORWARD))
     assert (forward["stops"]["parity"], forward["ours"]["against"]) == ("green", "stops")
     assert [both["stops"][name] for name in ("parity", "ms", "worst_row")] == ["not checked", "", ""]
     assert (both["stops"]["note"], both["ours"]["speed_up"]) == ("it raised ValueError: G value of 8", "")
-    found = outcome(PEER_OF_2, stops(OURS, torch.cuda.OutOfMemoryError("full")))
-    assert found.failures == ["mla: stops FAILS: out of memory"]
-    rows = [by_variant(found, work)["stops"] for work in (FORWARD, BOTH)]
+    measured = outcome(PEER_OF_2, stops(OURS, torch.cuda.OutOfMemoryError("full")))
+    assert measured.failures == ["mla: stops FAILS: out of memory"]
+    rows = [by_variant(measured, work)["stops"] for work in (FORWARD, BOTH)]
     assert [row["note"] for row in rows] == ["forward+backward: out of memory", "out of memory"]
     assert {(row["ms"] + row["speed_up"], row["parity"]) for row in rows} == {("", "FAILS: out of memory")}
 
 
 @pytest.mark.parametrize("spoil", [lambda y: y[:-1], lambda y: y * float("nan"), lambda y: y * float("inf")])
 def test_shapes_and_what_is_no_number_fail(spoil: Callable[[Any], Any], outcome: Callable[..., Outcome]) -> None:
-    one = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: spoil(2 * inputs.leaves["x"])})
-    assert outcome(one).failures == ["mla: ours FAILS: worst row y inf > 1.0e-06"]
+    variant = Variant(name="ours", side=OURS, runs={FORWARD: lambda inputs: spoil(2 * inputs.leaves["x"])})
+    assert outcome(variant).failures == ["mla: ours FAILS: worst row y inf > 1.0e-06"]
 
 
 @pytest.mark.parametrize("change", ["twice", "future", "too few", "second best"])
@@ -271,17 +271,17 @@ def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.Monkey
         assert (index.dtype, length) == (torch.int32, None)
         return factor * dsa_benchmark.attend(q, key.squeeze(2), index, softmax_scale=scale, value_dim=value_dim)
 
-    made = measure.load(BENCHMARKS["sparse_mla"], tiny("sparse_mla", topk=16))
-    run = next(one for one in made.variants if one.name == "reference").runs[FORWARD].func
+    loaded = measure.load(BENCHMARKS["sparse_mla"], tiny("sparse_mla", topk=16))
+    run = next(variant for variant in loaded.variants if variant.name == "reference").runs[FORWARD].func
     call, hook = partial(run, dsa_benchmark._stock_tilelang), "run_fused_absorbed_sparse_attention"
     variant = Variant.of(dsa_benchmark.TILELANG, PEER, call)
     monkeypatch.setattr(dsa_tilelang_kernels, hook, attend)
-    assert [made.check(variant, work).right for work in (FORWARD, BOTH)] == [True, True]
+    assert [loaded.check(variant, work).right for work in (FORWARD, BOTH)] == [True, True]
     monkeypatch.setattr(dsa_tilelang_kernels, hook, partial(attend, factor=1.01))
-    assert made.check(variant, FORWARD).right is False
+    assert loaded.check(variant, FORWARD).right is False
     monkeypatch.setattr(dsa_tilelang_kernels, hook, lambda *call: None)
     with pytest.raises(BenchmarkError, match="TileLang"):
-        made.check(variant, FORWARD)
+        loaded.check(variant, FORWARD)
 
 
 def test_what_went_wrong_is_a_failure_and_the_others_are_in_the_table(

@@ -83,7 +83,7 @@ def test_errors_of_the_command_line_alone_come_before_heavy_imports(tmp_path: Pa
     assert (first, last) == (["2 []"] * len(commands), "[]"), done.stderr
     errors = done.stderr.splitlines()
     assert all(line.startswith("error: ") for line in errors)
-    assert [said in line for said, line in zip(commands.values(), errors, strict=True)] == [True] * len(commands)
+    assert [message in line for message, line in zip(commands.values(), errors, strict=True)] == [True] * len(commands)
 
 
 NOISY = """
@@ -102,11 +102,11 @@ def said(words: list[str]) -> list[str]:
     caught: list[warnings.WarningMessage] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda *given, **_: caught.append(warnings.WarningMessage(*given))
+        warnings.showwarning = lambda *args, **_: caught.append(warnings.WarningMessage(*args))
         keep = warnings.showwarning
         assert cli.main(words) == 0
         assert warnings.showwarning is keep
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -126,14 +126,14 @@ def test_a_command_leaves_out_what_others_warn_of_and_a_training_shows_it(
 
     monkeypatch.setattr(*((launcher, "launch") if trains else (doctor, "run")), run)
     shown = said(["launch", "--", "--num-layers", "2"] if trains else ["doctor"])
-    theirs = ["no runtime is found"] if trains else []
+    logged = ["no runtime is found"] if trains else []
     if trains:
         assert "invalid escape sequence" in shown.pop(0)
         assert (shown.pop(0), shown.pop(0)) == ("not installed, falling back", "it was slow")
     assert shown == ["ours"]
-    assert caplog.messages == theirs
+    assert caplog.messages == logged
     logging.getLogger("torch.utils.cpp_extension").warning("afterwards")
-    assert caplog.messages == [*theirs, "afterwards"]
+    assert caplog.messages == [*logged, "afterwards"]
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -57,21 +57,21 @@ def test_adopt_from_the_command_line(tmp_path, prefix, capsys):
 
 def test_verify_goes_on_to_the_next_dataset_and_names_every_damaged_one(tmp_path, prefix, capsys):
     data("prepare", str(tmp_path), "--output", prefix, "--split", "train=0.5,valid=0.5")
-    whole, damaged, missing = f"{prefix}_train", f"{prefix}_valid", f"{prefix}_test"
+    sound, damaged, missing = f"{prefix}_train", f"{prefix}_valid", f"{prefix}_test"
     flip(Path(damaged + ".bin"), 1)
     capsys.readouterr()
-    assert data("verify", missing, damaged, whole, whole) == 1
+    assert data("verify", missing, damaged, sound, sound) == 1
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"{whole}: ")
+    assert printed.out.startswith(f"{sound}: ")
     assert damaged not in printed.out
     first, *listed = printed.err.splitlines()
     assert first == "datasets with problems: 2 of 3"
     for line, says in zip(listed, (f"there is no dataset {missing} ", f"{damaged}.bin: found SHA-256 "), strict=True):
         assert line.startswith(f"  {says}")
-    assert listed[0].endswith(f"there are {Path(whole).name}, {Path(damaged).name}")
-    Path(f"{whole}.manifest.json").unlink()
-    assert data("verify", whole) == 1
-    assert f"{whole}.manifest.json does not exist; expected the manifest" in capsys.readouterr().err
+    assert listed[0].endswith(f"there are {Path(sound).name}, {Path(damaged).name}")
+    Path(f"{sound}.manifest.json").unlink()
+    assert data("verify", sound) == 1
+    assert f"{sound}.manifest.json does not exist; expected the manifest" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
@@ -89,12 +89,12 @@ def test_ctrl_c_ends_the_workers_and_the_same_command_starts_anew(tmp_path):
         "    sys.exit(cli.main(sys.argv[1:]))\n"
     )
     words = [tmp_path / "main.py", "data", "prepare", texts, "--output", output, "--workers", "2"]
-    process = forks.start(list(map(str, words)), said := tmp_path / "said")
+    process = forks.start(list(map(str, words)), log := tmp_path / "said")
     forks.wait_until(Path(f"{output}.unfinished", "dataset.0.bin").exists, every_s=0.002)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers are sent it too
-    assert process.wait(forks.PATIENCE_S) == 130, said.read_text()
-    assert "interrupted" in said.read_text()
-    assert "Traceback" not in said.read_text()
+    assert process.wait(forks.PATIENCE_S) == 130, log.read_text()
+    assert "interrupted" in log.read_text()
+    assert "Traceback" not in log.read_text()
     assert list(output.parent.iterdir()) == []
     assert data("prepare", str(texts), "--output", str(output)) == 0
 

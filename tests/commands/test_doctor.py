@@ -51,34 +51,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def only(*names: str) -> dict[str, Finding]:
-    found = examine([BY_NAME[name] for name in names], time_limit_s=60)
-    return {finding.name: finding for finding in found}
+    findings = examine([BY_NAME[name] for name in names], time_limit_s=60)
+    return {finding.name: finding for finding in findings}
 
 
 def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(folder: Path) -> None:
     place = package(folder, "apex", f"open({str(folder / 'imported')!r}, 'w')", "apex", "0.9.10.dev0")
-    found = only("apex: optimizers")
-    finding = found["apex: optimizers"]
+    findings = only("apex: optimizers")
+    finding = findings["apex: optimizers"]
     assert (finding.state, finding.version, finding.blocks) == (IMPOSTOR, "0.9.10.dev0", True)
     assert str(place) in finding.reason
     assert "RMSNorm" in finding.reason
     assert "pip uninstall apex" in finding.reason
     assert not (folder / "imported").exists()
-    assert doctor.is_healthy(list(found.values())) is False
+    assert doctor.is_healthy(list(findings.values())) is False
 
 
 def test_nvidia_apex_with_and_without_its_extensions(folder: Path) -> None:
     package(folder, "apex", "", "apex", "0.1")
     package(folder, "apex.multi_tensor_apply")
     package(folder, "apex.optimizers", "import amp_C")
-    found = only("apex: amp_C", "apex: optimizers")
-    assert found["apex: amp_C"].state == ABSENT
-    assert (found["apex: optimizers"].state, found["apex: optimizers"].blocks) == (BROKEN, False)
-    assert "No module named 'amp_C'" in found["apex: optimizers"].reason
+    findings = only("apex: amp_C", "apex: optimizers")
+    assert findings["apex: amp_C"].state == ABSENT
+    assert (findings["apex: optimizers"].state, findings["apex: optimizers"].blocks) == (BROKEN, False)
+    assert "No module named 'amp_C'" in findings["apex: optimizers"].reason
     (folder / "amp_C.py").write_text("")
-    found = only("apex: amp_C", "apex: optimizers")
-    assert {finding.state for finding in found.values()} == {WORKS}
-    assert found["apex: amp_C"].version == "0.1"
+    findings = only("apex: amp_C", "apex: optimizers")
+    assert {finding.state for finding in findings.values()} == {WORKS}
+    assert findings["apex: amp_C"].version == "0.1"
 
 
 def test_deep_gemm_of_another_origin(folder: Path) -> None:
@@ -106,12 +106,12 @@ def test_the_switch_of_transformer_engine_is_said_and_one_that_a_launch_refuses_
     package(folder, "transformer_engine.pytorch", "Linear = object")
     package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 19, 0")
     package(folder, "tilelang")
-    found = only("transformer-engine", "tilelang")
-    finding = found["transformer-engine"]
+    findings = only("transformer-engine", "tilelang")
+    finding = findings["transformer-engine"]
     assert re.match(reason, finding.reason)
     assert (finding.version, finding.blocks) == ("2.20.2", value == "yes")
     assert value == "yes" or finding.state == state
-    assert (found["tilelang"].blocks, found["tilelang"].reason) == (False, "")
+    assert (findings["tilelang"].blocks, findings["tilelang"].reason) == (False, "")
 
 
 def test_another_cudnn_than_torchs_is_said(folder: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_step_is_trained_as_launch_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(doctor.trial, "train", lambda *_, **given: calls.append(given) or ([{"lm loss": 6.5}], []))
+    monkeypatch.setattr(doctor.trial, "train", lambda *_, **options: calls.append(options) or ([{"lm loss": 6.5}], []))
     (tmp_path / "megacpp.yaml").write_text("model: nam56r_tiny\nvendors: {flash4: false}\n")
     for name, before in vendor_switches._switches.items():
         monkeypatch.setitem(vendor_switches._switches, name, before)
@@ -289,11 +289,11 @@ def test_a_step_is_trained_as_launch_would(
     monkeypatch.delenv("MEGATRON_LM", raising=False)
     for engine in (WORKS, OFF):
         step_after(monkeypatch, capsys, GPU, Finding("transformer-engine", engine))
-    assert [(one["device"], one["engine"], one["script"]) for one in calls] == [("cuda", True, []), ("cuda", False, [])]
+    assert [(run["device"], run["engine"], run["script"]) for run in calls] == [("cuda", True, []), ("cuda", False, [])]
     assert calls[0]["switches"]["vendors"] == {"flash4": False, "quack": True, "liger": True}
     step_after(monkeypatch, capsys, *HEALTHY, time_limit=None)
     step_after(monkeypatch, capsys, GPU, HEALTHY[1], time_limit=None)
-    assert [one["timeout_s"] for one in calls] == [60.0, 60.0, 600.0, 3600.0]
+    assert [run["timeout_s"] for run in calls] == [60.0, 60.0, 600.0, 3600.0]
     status, text = step_after(monkeypatch, capsys, GPU, step=False)
     assert (status, len(calls)) == (0, 4)
     assert text.endswith("nothing was found that stands in the way of training; no step was trained\n")

@@ -34,10 +34,10 @@ def test_peaks_are_dense_and_of_known_devices_only() -> None:
         assert {rate.reason for rate in rates} == {None}
     assert peak(H200, "fp8").name == "H200 SXM, fp8 dense"
     for device in ("NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "cpu"):
-        found = peak(device, "bf16")
-        assert found.flops_per_s is None
-        assert repr(device) in (found.reason or "")
-        assert "'NVIDIA H200'" in (found.reason or "")
+        rate = peak(device, "bf16")
+        assert rate.flops_per_s is None
+        assert repr(device) in (rate.reason or "")
+        assert "'NVIDIA H200'" in (rate.reason or "")
     with raises(ModelError, "'fp4'", "fp8, bf16, tf32, fp32"):
         peak(H200, "fp4")
 
@@ -55,13 +55,13 @@ def test_fp8_experts_are_split_off_and_nothing_is_lost(name: str) -> None:
     """Of nam52 the last layer is an E layer, whose experts stay in BF16."""
     model = preset(name)
     step = flops.step(model)
-    found = by_precision(model, step, PLANS[FP8_EXPERTS])
-    assert list(found) == ["fp8", "bf16"]
-    assert reduce(add, found.values()) == step.families
-    one, moved = step.layers[1].routed_experts, model.layers[:-1].count("E")
+    work = by_precision(model, step, PLANS[FP8_EXPERTS])
+    assert list(work) == ["fp8", "bf16"]
+    assert reduce(add, work.values()) == step.families
+    layer, moved = step.layers[1].routed_experts, model.layers[:-1].count("E")
     left = model.layers.count("E") - moved
-    assert found["fp8"] == Families(routed_experts=Work(moved * one.forward, moved * one.backward))
-    assert found["bf16"].routed_experts == Work(left * one.forward, left * one.backward)
+    assert work["fp8"] == Families(routed_experts=Work(moved * layer.forward, moved * layer.backward))
+    assert work["bf16"].routed_experts == Work(left * layer.forward, left * layer.backward)
 
 
 def utilisation(
@@ -106,18 +106,18 @@ def test_fp8_time_is_held_against_the_fp8_peak() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_record_adds_up_and_survives_json(recompute: bool) -> None:
     again = {"again": FULL} if recompute else {}
-    found = record(STEP, **again)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    families = found["families"]
+    counted = record(STEP, **again)
+    assert json.loads(json.dumps(counted, allow_nan=False)) == counted
+    families = counted["families"]
     assert set(families) == {field.name for field in dataclasses.fields(Families)}
-    assert sum(part["forward"] + part["backward"] for part in families.values()) == found["model_flops"] == TOTAL
-    assert sum(part["recomputed"] for part in families.values()) == found["recomputed_flops"]
-    assert found["hardware_flops"] - found["model_flops"] == found["recomputed_flops"]
-    assert (found["recomputed_flops"] > 0) == recompute
+    assert sum(part["forward"] + part["backward"] for part in families.values()) == counted["model_flops"] == TOTAL
+    assert sum(part["recomputed"] for part in families.values()) == counted["recomputed_flops"]
+    assert counted["hardware_flops"] - counted["model_flops"] == counted["recomputed_flops"]
+    assert (counted["recomputed_flops"] > 0) == recompute
     assert sum(part["share"] for part in families.values()) == pytest.approx(1)
     assert families["embedding"] == {"forward": 0, "backward": 0, "recomputed": 0, "share": 0}
-    assert found["tokens"] == 8 * 4096
-    assert [part["forward"] for part in found["mtp_depths"]] == [part.total.forward for part in STEP.mtp]
+    assert counted["tokens"] == 8 * 4096
+    assert [part["forward"] for part in counted["mtp_depths"]] == [part.total.forward for part in STEP.mtp]
 
 
 def test_the_page_tells_model_from_hardware_flops() -> None:

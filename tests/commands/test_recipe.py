@@ -167,8 +167,8 @@ def test_a_recipe_in_fp8_brings_its_settings(
     assert json.loads(recipe(capsys, "show", name))["training"]["settings"] == str(own)
     for without in ({"fp8": {"recipe": "block", "blanket": True}}, {"backends": {"mla": "sdpa"}}):
         changed.write_text(yaml.safe_dump(kept | without), encoding="utf-8")
-        said = recipe(capsys, "emit", name, status=2)
-        assert f"{changed} (MEGACPP_CONFIG) differs in backends or fp8 from {own}" in said
+        message = recipe(capsys, "emit", name, status=2)
+        assert f"{changed} (MEGACPP_CONFIG) differs in backends or fp8 from {own}" in message
     changed.write_text("model: nam56r_tiny\n", encoding="utf-8")  # of another model
     assert f"MEGACPP_CONFIG={own}" in recipe(capsys, "emit", name)
 
@@ -251,15 +251,15 @@ def test_flops_are_counted_for_a_model_a_recipe_and_a_changed_model(capsys: pyte
     assert printed.splitlines()[0] == "nam56r, one sequence of 4096 tokens, recompute: none"
     assert "model FLOPs (MFU): 20.853 GFLOP a token of training, nothing recomputed" in printed
     assert recipe(capsys, "flops", "nam56r_pretrain_8gpu_h200_bf16") == printed
-    whole = json.loads(recipe(capsys, "flops", "nam56r", "--json"))
+    full = json.loads(recipe(capsys, "flops", "nam56r", "--json"))
     changed = json.loads(recipe(capsys, "flops", "nam56r", "--set", "moe.topk=1", "--json"))
     assert (
-        whole["families"]["routed_experts"]["forward"]
+        full["families"]["routed_experts"]["forward"]
         == preset("nam56r").moe.topk * (changed["families"]["routed_experts"]["forward"])
     )
-    assert changed["model_flops"] < whole["model_flops"]
+    assert changed["model_flops"] < full["model_flops"]
     again = json.loads(recipe(capsys, "flops", "nam56r", "--recompute", "experts", "--json"))
-    assert again["recomputed_flops"] == whole["families"]["routed_experts"]["forward"]
+    assert again["recomputed_flops"] == full["families"]["routed_experts"]["forward"]
     stocks = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "2"]
     how = Recomputation(granularity="full", method="block", num_layers=2)
     printed = recipe(capsys, "flops", "nam56r", *stocks, "--seq-length", "512").rstrip("\n")

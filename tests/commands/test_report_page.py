@@ -73,10 +73,10 @@ class Reader(HTMLParser):
         if tag in VOID:
             return
         self.open.append(tag)
-        found = dict(attrs)
-        self._parts.append(found.get("data-part") or self._parts[-1])
+        named = dict(attrs)
+        self._parts.append(named.get("data-part") or self._parts[-1])
         if tag == "tr":
-            self.rows.append(Row(self._parts[-1], "off" in (found.get("class") or "").split(), []))
+            self.rows.append(Row(self._parts[-1], "off" in (named.get("class") or "").split(), []))
         elif tag == "td":
             self.rows[-1].cells.append("")
 
@@ -95,21 +95,21 @@ class Reader(HTMLParser):
 
 def check_self_contained(text: str) -> Reader:
     """Nothing in the page can be fetched, and nothing can run."""
-    found = Reader(text)
-    assert not {name for name, _ in found.attributes} & {"src", "href", "srcset", "data", "action", "onload", "onclick"}
+    dom = Reader(text)
+    assert not {name for name, _ in dom.attributes} & {"src", "href", "srcset", "data", "action", "onload", "onclick"}
     for word in ("http:", "https:", "<script", "url(", "@import", "//", "href="):
         assert word not in text, word
     assert "default-src 'none'" in text
-    assert ("name", "viewport") in found.attributes
-    return found
+    assert ("name", "viewport") in dom.attributes
+    return dom
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_page_of_a_killed_run_with_a_fall_back(killed: Path) -> None:
-    found = check_self_contained(page.html(killed))
-    assert set(PARTS) | {"disqualifiers", "receipts"} <= found.parts()
-    shown = [name for name in goodput.CLASSES if f"[{name}]" in found.text]
+    dom = check_self_contained(page.html(killed))
+    assert set(PARTS) | {"disqualifiers", "receipts"} <= dom.parts()
+    shown = [name for name in goodput.CLASSES if f"[{name}]" in dom.text]
     assert set(shown) >= {*goodput.CLASSES} - {"down", "evaluation"}
 
 
@@ -118,10 +118,10 @@ def test_a_receipt_alone_has_what_needs_no_folder_and_backends_that_deviate_firs
     slow = receipt["backends"][-1] | {"op": "mla", "requested": "sdpa", "observed": "reference", "reason": "why"}
     file = tmp_path / "receipt.json"
     file.write_text(json.dumps(receipt | {"backends": [*receipt["backends"], slow]}))
-    found = check_self_contained(page.html(file))
-    assert {"backends", "shares", "memory", "figures"} <= found.parts()
-    assert not {"loss-plot", "time-plot", "goodput-bar"} & found.parts()
-    first, *others = [row for row in found.rows if row.part == "backends" and row.cells]
+    dom = check_self_contained(page.html(file))
+    assert {"backends", "shares", "memory", "figures"} <= dom.parts()
+    assert not {"loss-plot", "time-plot", "goodput-bar"} & dom.parts()
+    first, *others = [row for row in dom.rows if row.part == "backends" and row.cells]
     assert (first.off, first.cells) == (True, ["mla", slow["layers"], "sdpa", "≠ reference", "why"])
     assert not [row for row in others if row.off or row.cells[3].startswith(("≠", "slower"))]
 
@@ -142,12 +142,12 @@ LOOKS = """({
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_part_is_painted(killed: Path, tmp_path: Path, width: int, dark: bool) -> None:
     """Every part has its own room in the window and something in it; nothing is fetched, nothing complains."""
-    found, picture = browser.show(page.html(killed), tmp_path, LOOKS, width=width, dark=dark)
-    assert found["widths"] == [width, width]
-    assert (found["paper"] == "rgb(19, 21, 24)") == dark
-    assert found["sticking_out"] == []
-    assert set(PARTS) | {"disqualifiers"} <= found["boxes"].keys()
-    for name, (left, top, right, bottom) in found["boxes"].items():
+    looks, picture = browser.show(page.html(killed), tmp_path, LOOKS, width=width, dark=dark)
+    assert looks["widths"] == [width, width]
+    assert (looks["paper"] == "rgb(19, 21, 24)") == dark
+    assert looks["sticking_out"] == []
+    assert set(PARTS) | {"disqualifiers"} <= looks["boxes"].keys()
+    for name, (left, top, right, bottom) in looks["boxes"].items():
         assert 0 <= left < right <= width, name
         assert min(right - left, bottom - top) >= (60 if name.startswith("by-step") else 18), (name, left, top)
         assert len(picture.crop((left, top, right, bottom)).getcolors(1 << 24) or ()) >= 4, (name, "is blank")
@@ -161,9 +161,9 @@ def poisoned(value: Any) -> Any:
     if isinstance(value, str):
         return value + NASTY
     if isinstance(value, list):
-        return [poisoned(each) for each in value]
+        return [poisoned(entry) for entry in value]
     if isinstance(value, dict):
-        return {key: poisoned(each) for key, each in value.items()}
+        return {key: poisoned(entry) for key, entry in value.items()}
     return value
 
 
@@ -172,20 +172,20 @@ def test_markup_in_the_files_of_a_run_is_text(tmp_path: Path, monkeypatch: pytes
     receipt = receipts.read(RECEIPTS / "nam56r_quarter_h200_bf16.json")
     nasty = poisoned(copy.deepcopy(receipt))
     nasty["shares"]["groups"] = {name + NASTY: share for name, share in receipt["shares"]["groups"].items()}
-    for one in nasty["backends"]:
-        one["layers"] = "1-3"  # no other text is valid
+    for row in nasty["backends"]:
+        row["layers"] = "1-3"  # no other text is valid
     run = run_of(tmp_path / "<b>run & co")
     more = with_loss(stepped(6, 2)) | {"losses": {"lm loss": 3.0, "mtp_1 loss" + NASTY: 2.0, NASTY: 1.0}}
     append(file_of(run), more, with_loss(stepped(7, 3)) | {"losses": more["losses"]})
     bad = dataclasses.replace(page.read(run), receipt=nasty)
     monkeypatch.setattr(page, "read", lambda path: dataclasses.replace(bad, name=f"<b>{path}"))
     text = page.html("one")
-    found = Reader(text)
+    dom = Reader(text)
     assert "<script" not in text
     assert "<img" not in text
     assert "<b>one" not in text
-    assert "src" not in {name for name, _ in found.attributes}
-    assert NASTY in found.text
+    assert "src" not in {name for name, _ in dom.attributes}
+    assert NASTY in dom.text
 
 
 def run_of(run: Path) -> Path:
@@ -201,9 +201,9 @@ def test_a_page_of_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     output = tmp_path / "out.html"
     assert cli.main(["report", "html", str(run_of(tmp_path)), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"page: {output}\n"
-    found = check_self_contained(output.read_text(encoding="utf-8"))
-    assert "2023-11-14T22:13:20+00:00" in found.text
-    assert {"loss-plot", "time-plot", "goodput-bar"} <= found.parts()
+    dom = check_self_contained(output.read_text(encoding="utf-8"))
+    assert "2023-11-14T22:13:20+00:00" in dom.text
+    assert {"loss-plot", "time-plot", "goodput-bar"} <= dom.parts()
     write_start(tmp_path, 2, 0, with_loss(stepped(1_700_000_024, 2, resumed_at=1)), began=1_700_000_020)
     assert {"resumed at 1", "restarted from step 1"} <= set(Reader(page.html(tmp_path)).text.split("\n"))
 
@@ -224,12 +224,12 @@ def test_a_long_curve_keeps_its_extremes_and_is_short() -> None:
 
 def test_charts_are_of_the_page_and_of_whole_steps() -> None:
     text = drawn([(1.0, 2.0), (2.0, 3.0)], marks=[(1.5, "a mark")])
-    found = Reader(text)
-    assert {"a mark", "step"} <= set(found.text.split("\n"))
-    assert "1.5" not in found.text
+    dom = Reader(text)
+    assert {"a mark", "step"} <= set(dom.text.split("\n"))
+    assert "1.5" not in dom.text
     assert text.count("<svg") == 2
     assert "stroke-linecap: round" in drawn([(1.0, 2.0)])
-    assert ("aria-label", "what it shows") in found.attributes
+    assert ("aria-label", "what it shows") in dom.attributes
     assert re.findall(r"#0bad\w\w|http|url\(", text) == []
     assert "var(--c1)" in text
 

@@ -40,7 +40,7 @@ def rows(tmp_path: Path) -> list[dict[str, str]]:
 
 
 def texts(path: Path) -> dict[str, str]:
-    return {one["path"]: one["text"] for one in map(json.loads, path.read_text().splitlines())}
+    return {document["path"]: document["text"] for document in map(json.loads, path.read_text().splitlines())}
 
 
 def test_each_text_is_in_one_part(tmp_path: Path, rows: list[dict[str, str]]) -> None:

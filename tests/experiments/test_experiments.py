@@ -42,16 +42,16 @@ def test_every_arm_is_one_that_can_be_lowered(file: Path) -> None:
     for name, part in content["arms"].items():
         arm = train._arm(content, name, part or {})
         model, layout = with_overrides(preset(content["model"]), arm.overrides), Layout(**arm.layout)
-        given = {"processes": layout.processes, **arm.training, "extra": tuple(map(str, arm.words))}
-        words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.model_class))
+        training = {"processes": layout.processes, **arm.training, "extra": tuple(map(str, arm.words))}
+        words = lower(Run(model, layout, Training(**training, data=("--mock-data",)), arm.model_class))
         assert words[-3] == "--spec"
         if arm.via == "stock":
-            own = given.pop("extra")
-            words = lower(Run(model, layout, Training(**given, data=("--mock-data",)), arm.model_class))
+            own = training.pop("extra")
+            words = lower(Run(model, layout, Training(**training, data=("--mock-data",)), arm.model_class))
             assert_stock_trains(train.of_stock(words, model, own), arm.training["learning_rate"])
             continue
         # As on the machine that it is for, of H200 at most.
-        states = memory.states(read(words, device="cuda", processes=given["processes"], model=model))
+        states = memory.states(read(words, device="cuda", processes=training["processes"], model=model))
         assert states is not None
         assert states.total <= memory.usable(150_109_880_320)
         assert arm.via == "launch" or arm.recipe in RECIPES
@@ -65,7 +65,7 @@ def test_the_twins_take_the_same_work_a_token() -> None:
     assert work.pop("nam56r") == pytest.approx(TWIN, rel=0.01)
     assert min(work.pop("prediction"), work.pop("full attention")) > 1.03 * TWIN  # which is what they are about
     assert work
-    assert all(one == pytest.approx(TWIN, rel=0.03) for one in work.values())
+    assert all(flops == pytest.approx(TWIN, rel=0.03) for flops in work.values())
 
 
 def assert_stock_trains(words: list[str], rate: float) -> None:
@@ -193,17 +193,17 @@ def test_a_row_has_the_memory_of_a_gpu_and_what_its_profile_says(tmp_path: Path)
     (tmp_path / "arguments.json").write_text(json.dumps(words))
     held = {"kind": "CUDA allocator", "reserved_peak_bytes": 120_060_000_000}
     receipt = {"memory": held, "parallelism": {"world_size": 2}}
-    found = {}
+    estimates = {}
     for name, recompute in (("nothing", []), ("scans", ["m"])):
         (tmp_path / "megacpp.json").write_text(json.dumps({"model": "nam56r_long", "recompute": recompute}))
         cells = dict(word.split(":") for word in train._memory(tmp_path, receipt).split())
         assert cells["reserved_gb"] == "120.1"
-        found[name] = float(cells["estimated_gb"])
+        estimates[name] = float(cells["estimated_gb"])
     run = Run(preset("nam56r_long"), Layout(context=2), plan)
     by_way = {str(way.how): way.total / 1e9 for way in memory.choices(run)}
     # M layers keep their scan's rows where there is room (docs/model.md), unless they are recomputed.
-    assert found["nothing"] == pytest.approx(by_way["none"] + 13 * 74e3 * 16384 / 1e9, rel=0.01)
-    assert found["scans"] < by_way["none"]
+    assert estimates["nothing"] == pytest.approx(by_way["none"] + 13 * 74e3 * 16384 / 1e9, rel=0.01)
+    assert estimates["scans"] < by_way["none"]
     assert train._memory(tmp_path, {"memory": {"kind": "resident set", "reserved_peak_bytes": 1}}) == ""
     for rank, exposed in (("", 4_000_000), ("rank_00001", 6_000_000)):
         folder = tmp_path / "run" / "profile" / "16-17" / rank
@@ -232,10 +232,10 @@ def test_the_estimate_is_what_the_rows_of_an_h200_reserved(row: dict[str, str], 
     (tmp_path / "arguments.json").write_text(json.dumps(lower(Run(preset(row["model"]), Layout(), plan))))
     reserved = float(dict(word.split(":") for word in row["probe"].split())["reserved_gb"])
     held = {"kind": "CUDA allocator", "reserved_peak_bytes": 0}
-    found = dict(
+    cells = dict(
         word.split(":") for word in train._memory(tmp_path, {"memory": held, "parallelism": {"world_size": 1}}).split()
     )
-    assert float(found["estimated_gb"]) == pytest.approx(reserved, rel=0.02)
+    assert float(cells["estimated_gb"]) == pytest.approx(reserved, rel=0.02)
 
 
 def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,13 +273,13 @@ def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pyte
 def test_a_plot_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two GPUs take half of their milliseconds' tokens each; a small family is among the others."""
     table, columns = tmp_path / "rows.csv", ("arm", "tokens_per_s", "step_ms", "probe")
-    one = {"arm": "two 64k context 2", "tokens_per_s": "32768", "step_ms": "2000"}
-    one["probe"] = "AllGather_exposed_ms:9 A_ms:1310.72 M_ms:655.36 norm_ms:6.5536"
+    row = {"arm": "two 64k context 2", "tokens_per_s": "32768", "step_ms": "2000"}
+    row["probe"] = "AllGather_exposed_ms:9 A_ms:1310.72 M_ms:655.36 norm_ms:6.5536"
     with table.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows([one, one | {"arm": "32k", "probe": ""}])
-    assert lengths.microseconds(one) == pytest.approx({"A": 40.0, "M": 20.0, "other": 0.2})
+        writer.writerows([row, row | {"arm": "32k", "probe": ""}])
+    assert lengths.microseconds(row) == pytest.approx({"A": 40.0, "M": 20.0, "other": 0.2})
     assert lengths.main([str(table), str(tmp_path / "plot.svg")]) == 0
     drawn = (tmp_path / "plot.svg").read_text()
     assert all(word in drawn for word in ("2 GPUs, context 2", "1 GPU<", "two 64k context 2", "other"))

@@ -24,9 +24,9 @@ def test_every_answer_stands_once_in_reach_and_was_last_at_its_distance(length: 
     assert tokens_L[:-1].min() > recall.EOD
     assert tokens_L.max() < vocabulary
     for item in items:
-        known, asked = (tokens_L[start : start + item.answer + 1] for start in (item.query - item.distance, item.query))
-        assert np.array_equal(known, asked)
-        before = np.flatnonzero(tokens_L[: item.query] == asked[0])
+        fact, query = (tokens_L[start : start + item.answer + 1] for start in (item.query - item.distance, item.query))
+        assert np.array_equal(fact, query)
+        before = np.flatnonzero(tokens_L[: item.query] == query[0])
         assert before[-1] == item.query - item.distance  # nothing nearer answers it
         assert item.distance >= recall.NEAREST
     assert len({item.query for item in items}) == len(items)
@@ -67,16 +67,16 @@ def test_answers_are_counted_by_distance(tmp_path: Path, monkeypatch: pytest.Mon
                         logits_LV[place, row[back + 1]] = 1 + back
             return logits_LV[None]
 
-    given = SimpleNamespace(
+    options = SimpleNamespace(
         seq_length=256, vocab_size=128, recall_rows=4, recall_seed=3, recall_output=tmp_path / "found", iteration=7
     )
-    monkeypatch.setattr(heldout, "parsed", lambda _: given)
+    monkeypatch.setattr(heldout, "parsed", lambda _: options)
     monkeypatch.setattr(heldout, "load_model", lambda _: Model(1, 1))
     recall_answers.main()
     items = [item for number in range(4) for item in recall.row(256, 128, 3, number)[1]]
-    found = json.loads(given.recall_output.read_text())
-    assert found["step"] == 7
-    (copies, needles) = found["counts"]
+    answers = json.loads(options.recall_output.read_text())
+    assert answers["step"] == 7
+    (copies, needles) = answers["counts"]
     far = [item.distance for item in items if item.task == recall.NEEDLE]
     near = sum(distance <= 100 for distance in far)
     assert 0 < near < len(far)

@@ -35,17 +35,17 @@ GPU = Run(preset("nam56r"), training=Training(processes=8), asked=PLAIN)
 
 def but(run: Run, model: Model | None = None, **changes: Any) -> Run:
     """``run`` with other values: of its layout, its training, or its execution."""
-    of_layout, of_training = ({each.name for each in dataclasses.fields(kind)} for kind in (Layout, Training))
-    layout = {name: one for name, one in changes.items() if name in of_layout}
-    asked = {name: one for name, one in changes.items() if name in FIELDS}
-    training = {name: one for name, one in changes.items() if name in of_training}
-    assert changes.keys() == layout.keys() | asked.keys() | training.keys()
+    of_layout, of_training = ({field.name for field in dataclasses.fields(kind)} for kind in (Layout, Training))
+    layout = {name: value for name, value in changes.items() if name in of_layout}
+    execution = {name: value for name, value in changes.items() if name in FIELDS}
+    training = {name: value for name, value in changes.items() if name in of_training}
+    assert changes.keys() == layout.keys() | execution.keys() | training.keys()
     return dataclasses.replace(
         run,
         model=model or run.model,
         layout=dataclasses.replace(run.layout, **layout),
         training=dataclasses.replace(run.training, **training),
-        asked={**run.asked, **asked},
+        asked={**run.asked, **execution},
     )
 
 
@@ -131,9 +131,9 @@ def test_who_disables_dynamo_is_listed(name: str) -> None:
     dense = but(dataclasses.replace(GPU, model=None), experts=False)
     assert resolve(dense, environment={name: "1"}).value(name).value == "1"
     for run, environment in ((dense, {name: "0"}), (dense, {name: "1"}), (GPU, {})):
-        said = resolve(run, environment=environment).describe()
-        assert "compile = off: kernels replace what was compiled\n" in said
-        assert "user-disabled" not in said
+        text = resolve(run, environment=environment).describe()
+        assert "compile = off: kernels replace what was compiled\n" in text
+        assert "user-disabled" not in text
         assert resolve(run, environment=environment).warnings == ()
 
 
@@ -153,11 +153,11 @@ def test_who_disables_dynamo_is_listed(name: str) -> None:
 )
 def test_connections(changes: dict[str, Any], default: str | None, set_to: str, warns: str | None) -> None:
     run = but(GPU, **changes)
-    ours = resolve(run, environment={}).value(policy.CONNECTIONS)
-    assert (ours.value, ours.source, ours.warning) == (default, DEFAULT, "")
-    theirs = resolve(run, environment={policy.CONNECTIONS: set_to}).value(policy.CONNECTIONS)
-    assert (theirs.value, theirs.source) == (set_to, USER)
-    assert (warns is None and not theirs.warning) or (warns is not None and warns in theirs.warning)
+    usual = resolve(run, environment={}).value(policy.CONNECTIONS)
+    assert (usual.value, usual.source, usual.warning) == (default, DEFAULT, "")
+    by_user = resolve(run, environment={policy.CONNECTIONS: set_to}).value(policy.CONNECTIONS)
+    assert (by_user.value, by_user.source) == (set_to, USER)
+    assert (warns is None and not by_user.warning) or (warns is not None and warns in by_user.warning)
 
 
 def test_only_what_nobody_has_set_is_set() -> None:
@@ -175,25 +175,25 @@ def test_only_what_nobody_has_set_is_set() -> None:
 
 def test_the_allocator() -> None:
     name = policy.ALLOCATOR
-    asked = {name: "expandable_segments:True"}
+    environment = {name: "expandable_segments:True"}
     for impl in ("local", "full_iteration", "transformer_engine"):
         graphs = but(GPU, cuda_graph_impl=impl)
         assert resolve(graphs, environment={}).value(name).value is None
         assert resolve(graphs, environment={"NCCL_GRAPH_REGISTER": "0"}).value(name).value == "expandable_segments:True"
-        assert "NCCL_GRAPH_REGISTER=0" in resolve(graphs, environment=asked).value(name).warning
-        assert resolve(graphs, environment=asked | {"NCCL_GRAPH_REGISTER": "0"}).value(name).warning == ""
+        assert "NCCL_GRAPH_REGISTER=0" in resolve(graphs, environment=environment).value(name).warning
+        assert resolve(graphs, environment=environment | {"NCCL_GRAPH_REGISTER": "0"}).value(name).warning == ""
     renamed = resolve(GPU, environment={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
     assert (renamed.value("PYTORCH_ALLOC_CONF").source, renamed.environment().get(name)) == (USER, None)
 
 
 def test_speed_defaults_are_the_users_word(tmp_path: Path) -> None:
     name = policy.ALLOCATOR
-    asked = settings(tmp_path, "speed_defaults: {expandable_segments: true, cache_root: /caches}\n")
-    found = resolve(by(GPU, asked), environment={name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/elsewhere"})
-    assert len(found.warnings) == 2
-    assert "speed_defaults asks for expandable_segments:True" in found.value(name).warning
-    assert "asks for /caches/triton" in found.value("TRITON_CACHE_DIR").warning
-    assert found.environment()["TORCHINDUCTOR_CACHE_DIR"] == "/caches/inductor"
+    file = settings(tmp_path, "speed_defaults: {expandable_segments: true, cache_root: /caches}\n")
+    resolved = resolve(by(GPU, file), environment={name: "max_split_size_mb:64", "TRITON_CACHE_DIR": "/elsewhere"})
+    assert len(resolved.warnings) == 2
+    assert "speed_defaults asks for expandable_segments:True" in resolved.value(name).warning
+    assert "asks for /caches/triton" in resolved.value("TRITON_CACHE_DIR").warning
+    assert resolved.environment()["TORCHINDUCTOR_CACHE_DIR"] == "/caches/inductor"
     without = settings(tmp_path, "speed_defaults: {expandable_segments: false}\n")
     assert name not in resolve(by(GPU, without), environment={}).environment()
 
@@ -222,9 +222,9 @@ def test_the_ranks_of_a_host_share_a_cache_of_kernels(monkeypatch: pytest.Monkey
 
 
 def test_nccl() -> None:
-    found = resolve(GPU, environment={"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Ring"})
-    assert "unset it" in found.value("NCCL_P2P_DISABLE").warning
-    assert "not comparable" in found.value("NCCL_ALGO").warning
+    resolved = resolve(GPU, environment={"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": "Ring"})
+    assert "unset it" in resolved.value("NCCL_P2P_DISABLE").warning
+    assert "not comparable" in resolved.value("NCCL_ALGO").warning
     alone = but(GPU, processes=1)
     assert resolve(alone, environment={"NCCL_P2P_DISABLE": "1"}).warnings == ()
     assert "NCCL_DEBUG" not in resolve(alone, environment={}).environment()
@@ -234,9 +234,9 @@ def test_interfaces_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
     two = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert resolve(GPU, environment={"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}).warnings == ()
-    found = resolve(GPU, environment=two)
-    assert found.value("NCCL_SOCKET_IFNAME").value is found.value("GLOO_SOCKET_IFNAME").value is None
-    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & found.environment().keys()
+    resolved = resolve(GPU, environment=two)
+    assert resolved.value("NCCL_SOCKET_IFNAME").value is resolved.value("GLOO_SOCKET_IFNAME").value is None
+    assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & resolved.environment().keys()
     for good in ("eth", "=ib0", "^docker", "ib0:1,eth0"):
         assert resolve(GPU, environment={**two, "NCCL_SOCKET_IFNAME": good}).warnings == ()
     (bad,) = resolve(CPU, environment={**two, "GLOO_SOCKET_IFNAME": "eth7"}).warnings
@@ -251,20 +251,20 @@ def test_plans_and_their_sources(tmp_path: Path) -> None:
     words = ["--bf16", "--recompute-granularity", "selective", "--recompute-modules", "shared_experts"]
     run = read_run(words, device="cuda", processes=1)
     families = settings(tmp_path, "recompute: [r, a]\n")
-    found = resolve(by(run, families), environment={})
-    assert found.value("recompute").value == "a, r; Megatron's selective (shared_experts)"
-    assert found.value("recompute").source == USER
-    assert (found.value("precision").value, found.value("precision").source) == ("bf16", USER)
-    assert (found.value("CUDA graphs").value, found.value("CUDA graphs").source) == ("none", DEFAULT)
+    resolved = resolve(by(run, families), environment={})
+    assert resolved.value("recompute").value == "a, r; Megatron's selective (shared_experts)"
+    assert resolved.value("recompute").source == USER
+    assert (resolved.value("precision").value, resolved.value("precision").source) == ("bf16", USER)
+    assert (resolved.value("CUDA graphs").value, resolved.value("CUDA graphs").source) == ("none", DEFAULT)
     assert resolve(run, environment={}, from_recipe=True).value("precision").source == RECIPE
     assert resolve(CPU, environment={}).value("recompute").value == "nothing"
 
 
 def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
     words = lower(Run(preset("nam56r"), Layout(), Training(precision=FP8_EXPERTS)))
-    found = resolve(read(*words), environment={}).value("precision")
-    assert found.value == "bf16, kernel-local FP8 experts, dispatch refuse, checkpoint owner megatron"
-    assert (found.source, found.note[:9]) == (USER, "selection")
+    plan = resolve(read(*words), environment={}).value("precision")
+    assert plan.value == "bf16, kernel-local FP8 experts, dispatch refuse, checkpoint owner megatron"
+    assert (plan.source, plan.note[:9]) == (USER, "selection")
     copied, other = tmp_path / "copied.yaml", tmp_path / "other.yaml"
     copied.write_text("# the same\n" + EXPERTS_FILE.read_text())
     other.write_text("matchers: {}\n")
@@ -272,7 +272,7 @@ def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
     def printed(file: Path) -> str | None:
         return resolve(read("--bf16", f"--te-precision-config-file={file}"), environment={}).value("precision").value
 
-    assert printed(copied) == found.value
+    assert printed(copied) == plan.value
     assert printed(other) == f"bf16, and what {other} says of single modules"
     assert printed(tmp_path / "none.yaml") == f"bf16, and what {tmp_path / 'none.yaml'} says of single modules"
 
@@ -283,21 +283,21 @@ def test_fp8_experts_are_printed_as_their_plan(tmp_path: Path) -> None:
 )
 def test_torch_logs_that_keep_recompiles_from_being_heard(tmp_path: Path, text: str | None, warns: bool) -> None:
     environment = {} if text is None else {"TORCH_LOGS": text}
-    asked = settings(tmp_path, "observability: {recompiles: true}\n")
-    found = resolve(by(GPU, asked), environment=environment)
-    assert [warning.partition(":")[0] for warning in found.warnings] == ["TORCH_LOGS"] * warns
-    assert "TORCH_LOGS" not in found.environment()
+    file = settings(tmp_path, "observability: {recompiles: true}\n")
+    resolved = resolve(by(GPU, file), environment=environment)
+    assert [warning.partition(":")[0] for warning in resolved.warnings] == ["TORCH_LOGS"] * warns
+    assert "TORCH_LOGS" not in resolved.environment()
     assert resolve(GPU, environment=environment).warnings == ()
-    assert resolve(by(GPU, asked), environment=environment, launched=False).warnings == ()
+    assert resolve(by(GPU, file), environment=environment, launched=False).warnings == ()
 
 
 def test_taxes(tmp_path: Path) -> None:
     assert resolve(GPU, environment={}).taxes == ()
     on = settings(tmp_path, "experimental_taxes: {blocking_launches: true, anomaly_detection: true}\n")
-    found = resolve(by(GPU, on), environment={})
-    assert found.taxes == ("anomaly_detection", "blocking_launches")
-    assert receipt_facts.at_start(found).values["experimental_taxes"] == ["anomaly_detection", "blocking_launches"]
-    assert found.environment()["CUDA_LAUNCH_BLOCKING"] == "1"
+    resolved = resolve(by(GPU, on), environment={})
+    assert resolved.taxes == ("anomaly_detection", "blocking_launches")
+    assert receipt_facts.at_start(resolved).values["experimental_taxes"] == ["anomaly_detection", "blocking_launches"]
+    assert resolved.environment()["CUDA_LAUNCH_BLOCKING"] == "1"
     assert "asks for 1" in resolve(by(GPU, on), environment={"CUDA_LAUNCH_BLOCKING": "0"}).warnings[0]
     assert "is off; unset it" in resolve(GPU, environment={"CUDA_LAUNCH_BLOCKING": "1"}).warnings[0]
 
@@ -322,20 +322,20 @@ ALL = but(
 
 
 def possible(run: Run, connections: str | None) -> dict[str, str]:
-    return {one.name: one.reason for one in overlap_contract(run, connections) if one.possible}
+    return {overlap.name: overlap.reason for overlap in overlap_contract(run, connections) if overlap.possible}
 
 
 def reasons(run: Run, connections: str | None) -> dict[str, str]:
-    return {one.name: one.reason for one in overlap_contract(run, connections) if not one.possible}
+    return {overlap.name: overlap.reason for overlap in overlap_contract(run, connections) if not overlap.possible}
 
 
 def test_no_setting_of_connections_lets_everything_overlap() -> None:
-    one = possible(ALL, "1")
+    single = possible(ALL, "1")
     for left_out, name in (("overlap_shared_expert", "MoE all-to-all"), ("overlap_moe_a2a", "shared expert")):
         change: dict[str, Any] = {left_out: False}
-        many = possible(but(ALL, **change), "32")
-        assert set(many) == {"gradient reduce", "parameter gather", name}
-    assert set(one) == {"gradient reduce", "parameter gather", "tensor-parallel"}
+        several = possible(but(ALL, **change), "32")
+        assert set(several) == {"gradient reduce", "parameter gather", name}
+    assert set(single) == {"gradient reduce", "parameter gather", "tensor-parallel"}
     assert "=1, which keeps" in reasons(ALL, None)["tensor-parallel"]
     assert "one queue" in reasons(ALL, "1")["MoE all-to-all"]
 
@@ -384,9 +384,9 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
     assert "  PYTORCH_CUDA_ALLOC_CONF = (unset) (default; the launcher would set expandable_segments:True; " in text
     assert "anomaly_detection (requested; only `megacpp-mcore launch` applies them)" in text
     # What depends on a variable is judged by what it is, and not by what it would have been.
-    assert "tensor-parallel" not in {one.name for one in bare.overlaps if one.possible}
+    assert "tensor-parallel" not in {overlap.name for overlap in bare.overlaps if overlap.possible}
     launched = resolve(by(run, file), environment=environment)
-    assert "tensor-parallel" in {one.name for one in launched.overlaps if one.possible}
+    assert "tensor-parallel" in {overlap.name for overlap in launched.overlaps if overlap.possible}
     assert "(requested" not in launched.describe()
 
 
@@ -405,21 +405,21 @@ def test_the_policy_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def flag_lines(*words: str, world_size: int = 2) -> dict[str, policy.Value]:
     run = read_run(words, device="cuda", processes=world_size)
-    return {each.name: each for each in resolve(run, environment={}).values}
+    return {line.name: line for line in resolve(run, environment={}).values}
 
 
 def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
     model = preset("nam56r_tiny")
-    found = flag_lines(*lower(Run(model, Layout(), Training(processes=2))))
+    several = flag_lines(*lower(Run(model, Layout(), Training(processes=2))))
     for flag in runs.FEATURES:
         if not flag.name.startswith("overlapped"):  # the overlaps have a contract
-            assert (found[flag.name].value, found[flag.name].note) == ("on", flag.reason)
-    assert (found["log interval"].value, found["log interval"].source) == ("10", USER)
-    assert found["distributed optimizer"].source == USER
-    assert found["gradient accumulation fusion"].source == DEFAULT  # on unless it is switched off
-    one = flag_lines(*lower(Run(model, Layout(), Training())), world_size=1)
-    assert (one["distributed optimizer"].value, one["log interval"].value) == ("off", "1")
-    assert one["distributed optimizer"].note == "there is one data-parallel replica"
+            assert (several[flag.name].value, several[flag.name].note) == ("on", flag.reason)
+    assert (several["log interval"].value, several["log interval"].source) == ("10", USER)
+    assert several["distributed optimizer"].source == USER
+    assert several["gradient accumulation fusion"].source == DEFAULT  # on unless it is switched off
+    single = flag_lines(*lower(Run(model, Layout(), Training())), world_size=1)
+    assert (single["distributed optimizer"].value, single["log interval"].value) == ("off", "1")
+    assert single["distributed optimizer"].note == "there is one data-parallel replica"
     bare = flag_lines("--log-interval", "1", "--no-gradient-accumulation-fusion")
     assert (bare["gradient accumulation fusion"].value, bare["manual garbage collection"].value) == ("off", "off")
     assert bare["log interval"].note.endswith("10 is usual on several GPUs")
@@ -448,9 +448,9 @@ def test_tf32_that_torch_was_set_to_is_named() -> None:
 
 def test_a_layout_from_elsewhere_leaves_how_a_run_is_carried_out() -> None:
     """As the spec does where a file or a checkpoint has another layout than the arguments."""
-    said = read("--spec", "megacpp_mcore", "nam56r", "--bf16", "--pipeline-model-parallel-size", "2", world_size=2)
-    run = dataclasses.replace(said, layout=Layout()).carried_out(dataclasses.asdict(said.execution))
-    assert (run.replicas, run.execution) == (2, said.execution)
+    parsed = read("--spec", "megacpp_mcore", "nam56r", "--bf16", "--pipeline-model-parallel-size", "2", world_size=2)
+    run = dataclasses.replace(parsed, layout=Layout()).carried_out(dataclasses.asdict(parsed.execution))
+    assert (run.replicas, run.execution) == (2, parsed.execution)
 
 
 def test_equal_experts_on_all_ranks_are_refused() -> None:

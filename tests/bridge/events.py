@@ -1,4 +1,4 @@
-"""Prints, as JSON, the scalars that a run left, of each place in a line of its own: name to the values by step.
+"""Prints a run's scalars as JSON, one line per place: each name with its values by step.
 
 python -m tests.bridge.events PLACE...       in an environment with TensorBoard and W&B
 
@@ -16,11 +16,11 @@ Scalar = tuple[str, int, Any]
 
 
 def tensorboard(place: str) -> Iterator[Scalar]:
-    """What TensorBoard's own reader finds."""
+    """Yield the scalars that TensorBoard's own reader finds."""
     module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = module.EventAccumulator(place, size_guidance={module.SCALARS: 0}).Reload()
     for name in events.Tags()["scalars"]:
-        yield from ((name, one.step, one.value) for one in events.Scalars(name))
+        yield from ((name, scalar.step, scalar.value) for scalar in events.Scalars(name))
 
 
 def wandb(place: str) -> Iterator[Scalar]:
@@ -37,18 +37,18 @@ def wandb(place: str) -> Iterator[Scalar]:
 
 
 def by_step(scalars: Iterable[Scalar]) -> dict[str, dict[int, Any]]:
-    """The values by name and step; raises ValueError where a step has two."""
-    found: dict[str, dict[int, Any]] = {}
+    """Group values by name and step; raise ValueError for a step with two values."""
+    values: dict[str, dict[int, Any]] = {}
     for name, step, value in scalars:
-        if step in found.setdefault(name, {}):
-            raise ValueError(f"{name} has two values for step {step}: {found[name][step]} and {value}")
-        found[name][step] = value
-    return found
+        if step in values.setdefault(name, {}):
+            raise ValueError(f"{name} has two values for step {step}: {values[name][step]} and {value}")
+        values[name][step] = value
+    return values
 
 
 def main() -> None:
-    found = [by_step(wandb(place) if place.endswith(".wandb") else tensorboard(place)) for place in sys.argv[1:]]
-    print("\n" + "\n".join(map(json.dumps, found)))
+    tables = [by_step(wandb(place) if place.endswith(".wandb") else tensorboard(place)) for place in sys.argv[1:]]
+    print("\n" + "\n".join(map(json.dumps, tables)))
 
 
 if __name__ == "__main__":

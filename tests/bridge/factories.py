@@ -22,7 +22,7 @@ BATCH = 3
 
 
 def main() -> None:
-    found = {}
+    report = {}
     with process_environment(), process.cpu_lane():
         bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer
@@ -43,7 +43,7 @@ def main() -> None:
             same = first.read_text() == second.read_text() and type(again.model) is type(config.model)
             # As the run does when it has made the tokenizer.
             config.model.vocab_size, config.model.should_pad_vocab = config.tokenizer.vocab_size, True
-            found[name] = {
+            report[name] = {
                 "same run": described == dataclasses.replace(run, training=plan),
                 "yaml": "read back" if same else "differs when read back",
                 "environment": config.env_vars,
@@ -52,15 +52,15 @@ def main() -> None:
         try:
             bridge_recipes.nam56r_tiny_pretrain_1cpu_fp32_confg  # noqa: B018
         except AttributeError as error:
-            found["unknown"] = str(error).partition(" has ")[2]
+            report["unknown"] = str(error).partition(" has ")[2]
         without = Path(sys.argv[1]) / "without.yaml"
         without.write_text("model: nam56r\n")
         with stand_in.environment({settings.VARIABLE: str(without)}):
             try:
                 bridge_recipes.nam56r_pretrain_8gpu_h200_fp8_config()
             except ConfigFileError as error:
-                found["without"] = str(error)
-    print("\n" + json.dumps(found))
+                report["without"] = str(error)
+    print("\n" + json.dumps(report))
 
 
 if __name__ == "__main__":

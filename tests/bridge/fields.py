@@ -1,4 +1,4 @@
-"""Prints, as JSON, what a recipe tells Megatron through Bridge and otherwise than through the stock command line.
+"""Prints, as JSON, where a recipe configures Megatron differently through Bridge than through the stock command line.
 
     python -m tests.bridge.fields RECIPE       in an environment with Megatron-Bridge; on the CPU lane
 
@@ -34,15 +34,15 @@ def stock(chosen: Recipe) -> dict[str, Any]:
     }
 
 
-def differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
-    """Fields of both that hold something else: stock's value and Bridge's."""
-    found = {}
-    for field in dataclasses.fields(theirs):
-        if hasattr(ours, field.name):
-            pair = getattr(theirs, field.name), getattr(ours, field.name)
+def differences(by_stock: Any, by_bridge: Any) -> dict[str, tuple[str, str]]:
+    """Return the shared fields whose values differ: stock's value and Bridge's."""
+    differing = {}
+    for field in dataclasses.fields(by_stock):
+        if hasattr(by_bridge, field.name):
+            pair = getattr(by_stock, field.name), getattr(by_bridge, field.name)
             if _plain(pair[0]) != _plain(pair[1]):
-                found[field.name] = (_plain(pair[0]), _plain(pair[1]))
-    return found
+                differing[field.name] = (_plain(pair[0]), _plain(pair[1]))
+    return differing
 
 
 def _plain(value: Any) -> str:

@@ -16,41 +16,41 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eva
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 tokens = torch.load(tokens_path)["tokens"]
 rows, cut, padding = tokens.shape[1], 20, 7
-found = {"text": tokenizer.decode(tokenizer("ümläut(\n")["input_ids"]), "parameters": model.num_parameters()}
+results = {"text": tokenizer.decode(tokenizer("ümläut(\n")["input_ids"]), "parameters": model.num_parameters()}
 with torch.no_grad():
-    found["logits"] = model(tokens, use_cache=False).logits
-    found["ahead"] = model.predict_ahead(tokens)[0]
+    results["logits"] = model(tokens, use_cache=False).logits
+    results["ahead"] = model.predict_ahead(tokens)[0]
     first = model(tokens[:, :cut], use_cache=True)
     steps = [model(tokens[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(cut, rows)]
-    found["cached"] = torch.cat([first.logits, *steps], dim=1)
+    results["cached"] = torch.cat([first.logits, *steps], dim=1)
     pads = torch.full((1, padding), tokenizer.pad_token_id)
     both = torch.cat([torch.cat([pads, tokens[:, :-padding]], dim=1), tokens])
     mask = torch.ones_like(both)
     mask[0, :padding] = 0
-    found["padded"] = model(both, attention_mask=mask).logits
+    results["padded"] = model(both, attention_mask=mask).logits
     greedy = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-    found["generated"] = model.generate(tokens[:, :cut], **greedy)
-    found["long"] = model.generate(tokens[:, :cut], **greedy | {"max_new_tokens": 200})
-    found["by two"] = model.generate(both[:, :cut], attention_mask=mask[:, :cut], **greedy)
-    found["beams"] = model.generate(tokens[:, :cut], max_new_tokens=5, num_beams=3)
+    results["generated"] = model.generate(tokens[:, :cut], **greedy)
+    results["long"] = model.generate(tokens[:, :cut], **greedy | {"max_new_tokens": 200})
+    results["by two"] = model.generate(both[:, :cut], attention_mask=mask[:, :cut], **greedy)
+    results["beams"] = model.generate(tokens[:, :cut], max_new_tokens=5, num_beams=3)
     rounded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16).eval()
-    found["offloaded"] = cpu_offload(copy.deepcopy(model), torch.device("cpu"))(tokens, use_cache=False).logits
-    found["bf16"] = rounded(tokens, use_cache=False).logits
+    results["offloaded"] = cpu_offload(copy.deepcopy(model), torch.device("cpu"))(tokens, use_cache=False).logits
+    results["bf16"] = rounded(tokens, use_cache=False).logits
 model.train()
 model.gradient_checkpointing_enable()
 for checkpointing in (True, False):
     model.zero_grad()
     loss = model(tokens, labels=tokens, use_cache=True).loss
     loss.backward()
-    found[f"gradient {checkpointing}"] = model.model.layers[0].norm.weight.grad.clone()
+    results[f"gradient {checkpointing}"] = model.model.layers[0].norm.weight.grad.clone()
     model.gradient_checkpointing_disable()
-found["loss"] = loss.detach()
+results["loss"] = loss.detach()
 torch.manual_seed(1)
 fresh = AutoModelForCausalLM.from_config(model.config, trust_remote_code=True)
-found["fresh"] = max(float(one.abs().max()) for one in fresh.parameters())
+results["fresh"] = max(float(weight.abs().max()) for weight in fresh.parameters())
 model.save_pretrained(f"{folder}_saved")
 learned = copy.deepcopy(model)  # the text by heart, by the layers and by the block for multi-token prediction
-optimizer = torch.optim.Adam([one for one in learned.parameters() if one.requires_grad], lr=3e-3)
+optimizer = torch.optim.Adam([weight for weight in learned.parameters() if weight.requires_grad], lr=3e-3)
 for _ in range(30):
     optimizer.zero_grad()
     loss = learned(tokens, labels=tokens).loss + F.cross_entropy(
@@ -58,7 +58,7 @@ for _ in range(30):
     )
     loss.backward()
     optimizer.step()
-found["speculative"], found["refused"] = [], []
+results["speculative"], results["refused"] = [], []
 for decoder in (learned.eval(), model.eval(), fresh.eval()):
     end = int(decoder.generate(tokens[:, :cut], **greedy)[0, cut + 9])
     for prompt, drafts, more in (
@@ -74,28 +74,28 @@ for decoder in (learned.eval(), model.eval(), fresh.eval()):
         with torch.no_grad():
             ahead = torch.cat(decoder.predict_ahead(plain)).argmax(-1)
         decoder.config.mtp_depth = 1
-        found["speculative"].append((prompt.shape[1], drafts or 1, plain, drafted, counts, ahead))
-for prompt, given in (
+        results["speculative"].append((prompt.shape[1], drafts or 1, plain, drafted, counts, ahead))
+for prompt, options in (
     (tokens[:, :5], {"do_sample": True}),
     (tokens[:, :5].expand(2, -1), {}),
     (tokens[:, :5], {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}),
     (tokens[:, :5], {"drafts": 0}),
 ):
     try:
-        model.generate(prompt, **greedy | given, custom_generate=type(model).speculate)
+        model.generate(prompt, **greedy | options, custom_generate=type(model).speculate)
     except ValueError as error:
-        found["refused"].append(str(error))
+        results["refused"].append(str(error))
 restarts = torch.arange(tokens.shape[1]).remainder(tokens.shape[1] // 2)[None]
-for given in (
+for inputs in (
     {"input_ids": tokens, "position_ids": restarts},
     {"input_ids": tokens[:, :0]},
     {"input_ids": tokens, "output_attentions": True},
 ):
     try:
-        model(**given)
+        model(**inputs)
     except ValueError as error:
-        found["refused"].append(str(error))
+        results["refused"].append(str(error))
 with torch.no_grad():
     states = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
-    found["states"] = len(states), model.lm_head(states[-1]), model(tokens, use_cache=False, return_dict=False)[0]
-torch.save(found, output)
+    results["states"] = len(states), model.lm_head(states[-1]), model(tokens, use_cache=False, return_dict=False)[0]
+torch.save(results, output)

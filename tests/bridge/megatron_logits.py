@@ -1,4 +1,4 @@
-"""Saves what Megatron's model of ``--load`` makes of the tokens in a file: ``--tokens FILE.pt``, a dict that is added to."""
+"""Adds the logits of Megatron's model from ``--load`` to the dict of tokens in ``--tokens FILE.pt``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def main() -> None:
         return parser
 
     args = parsed(more)
-    model, found = load_model(args), torch.load(args.tokens)
-    tokens = found["tokens"].to(next(model.parameters()).device)
+    model, saved = load_model(args), torch.load(args.tokens)
+    tokens = saved["tokens"].to(next(model.parameters()).device)
     positions, ahead = torch.arange(tokens.shape[1], device=tokens.device)[None], []
     model.mtp.register_forward_hook(lambda *call: ahead.append(call[-1]))
     with torch.no_grad():
-        found["logits"] = model(tokens, positions, None).cpu()
+        saved["logits"] = model(tokens, positions, None).cpu()
         model(tokens, positions, None, labels=tokens.roll(-1, 1))
         predicted = ahead[-1].chunk(2, dim=0)[1]
-        found["ahead"] = model.output_layer(predicted, weight=None)[0].transpose(0, 1).cpu()
-    torch.save(found, args.tokens)
+        saved["ahead"] = model.output_layer(predicted, weight=None)[0].transpose(0, 1).cpu()
+    torch.save(saved, args.tokens)
 
 
 if __name__ == "__main__":

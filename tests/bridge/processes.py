@@ -1,4 +1,4 @@
-"""How the tests of Bridge start a Python: from the repository's root on, one thread, nothing of the caller's MEGACPP_CONFIG."""
+"""How the tests of Bridge start a Python: in the repository's root, with one thread and without the caller's MEGACPP_CONFIG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 900
 def run(
     python: Path, *words: str, folder: Path = ROOT, fork: bool = True, status: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """``python -m WORDS`` in ``folder``, with ``environment`` beside the caller's; it has to end with ``status``.
+    """Run ``python -m WORDS`` in ``folder`` with ``environment`` added to the caller's; expect exit status ``status``.
 
     ``fork=False``: a Python of its own, where libraries read ``environment`` as they are imported, or where the import itself
     is what is tested.
@@ -35,5 +35,5 @@ def run(
 
 
 def answer(python: Path, *words: str, **how: Any) -> Any:
-    """What :func:`run` prints as JSON in its last line."""
+    """Return the JSON in the last line that :func:`run` prints."""
     return json.loads(run(python, *words, **how).stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Asks the runner of the recipes for several things in one process; prints status, message and patches left of each.
+"""Runs several commands of the recipe runner in one process; prints the status, message and remaining patches of each.
 
 python -m tests.bridge.refusals '[["--recipe", "NAME", "KEY=VALUE"], …]'       in an environment with Megatron-Bridge
 """

@@ -1,4 +1,4 @@
-"""Goes on with a run from nothing but its checkpoint: the configuration read from ``run_config.yaml``, and its own folder.
+"""Resumes a run from only its checkpoint, with the configuration from ``run_config.yaml``, into a folder of its own.
 
 python -m tests.bridge.resumed FOLDER STEP SAVE       in an environment with Megatron-Bridge; on the CPU lane
 """

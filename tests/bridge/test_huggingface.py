@@ -47,7 +47,7 @@ Command = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def command(bridge_python: Path, place: Path) -> Command:
-    """``megacpp-mcore checkpoint …`` of the tiny model; ``status``: what it has to end with."""
+    """Run ``megacpp-mcore checkpoint …`` for the tiny model; expect exit status ``status``."""
 
     def call(*words: object, status: int = 0, settings: str = str(place / "config.yaml")) -> str:
         options = ("megacpp_mcore", "checkpoint", *map(str, words), "--model", "nam56r_tiny")
@@ -64,7 +64,7 @@ def exported(command: Command, place: Path) -> Path:
 
 
 def megatrons(place: Path, checkpoint: Path, *more: str) -> dict[str, torch.Tensor]:
-    """What Megatron's model of a checkpoint makes of the tokens."""
+    """Return the outputs of Megatron's model of a checkpoint for the tokens."""
     shutil.copyfile(place / "megatron.pt", tokens := place / "found.pt")
     words = tiny_run.words(place, 1, "--load", str(checkpoint), "--tokens", str(tokens), *more)
     tiny_run.start((*LAUNCH, str(HERE / "megatron_logits.py")), words, place).finish()
@@ -78,13 +78,13 @@ def megatron(place: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def found(bridge_python: Path, place: Path, exported: Path) -> dict[str, Any]:
-    """What from_pretrained.py finds."""
+    """The results of from_pretrained.py."""
     return loaded(bridge_python, exported, place / "megatron.pt", place)
 
 
 def loaded(python: Path, exported: Path, tokens: Path, place: Path) -> dict[str, Any]:
-    """What the script finds in an export, in a folder."""
-    words = [str(one) for one in (python, HERE / "from_pretrained.py", exported, tokens, place / "hf.pt")]
+    """Return the script's results for an export, run in ``place``."""
+    words = [str(word) for word in (python, HERE / "from_pretrained.py", exported, tokens, place / "hf.pt")]
     elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
     done = subprocess.run(
         words, cwd=place, env=elsewhere | {"HF_HOME": str(place)}, capture_output=True, text=True, check=False
@@ -94,7 +94,7 @@ def loaded(python: Path, exported: Path, tokens: Path, place: Path) -> dict[str,
 
 
 def test_windows_and_yarn(bridge_python: Path, place: Path, tmp_path: Path) -> None:
-    """Of a model of long rows, whose last rows are beyond the length that YaRN begins with."""
+    """For a long-context model, with positions beyond YaRN's original length."""
     yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.5}
     overrides = {"seq_length": tiny_run.SEQ_LENGTH, "mla": {"window_size": 9, "yarn": yarn}, "dsa": {"schedule": "FSW"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny_long", "overrides": overrides}))
@@ -125,9 +125,9 @@ def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.T
 
 def test_bf16_rounds_as_megatrons_does(found: dict[str, Any], place: Path) -> None:
     exact = found["logits"]
-    theirs = megatrons(place, place / "saved", "--bf16")["logits"][..., : exact.shape[-1]]
-    assert found["bf16"].dtype == theirs.dtype == torch.bfloat16
-    ours, stock = (float((one.float() - exact).square().mean().sqrt()) for one in (found["bf16"], theirs))
+    reference = megatrons(place, place / "saved", "--bf16")["logits"][..., : exact.shape[-1]]
+    assert found["bf16"].dtype == reference.dtype == torch.bfloat16
+    ours, stock = (float((rounded.float() - exact).square().mean().sqrt()) for rounded in (found["bf16"], reference))
     assert stock / 1.5 < ours < 1.5 * stock, (ours, stock)
 
 
@@ -147,23 +147,23 @@ def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -
     prompt = bytes(torch.load(place / "megatron.pt")["tokens"][0, :CUT].tolist()).decode()
     options = ("--device", "cpu", "--prompt", prompt, "--tokens", "200", "--temperature", "0", "--")
     words = ["--load", str(place / "saved"), *tiny_run.words(place, 1)]
-    said = tiny_run.start(("megacpp_mcore", "sample", *options), words, place).finish()
+    output = tiny_run.start(("megacpp_mcore", "sample", *options), words, place).finish()
     generated = bytes(found["long"][0].tolist())
-    _, text, after = said.partition(generated.decode(errors="replace").strip())
-    assert text, said[-3000:]
+    _, text, after = output.partition(generated.decode(errors="replace").strip())
+    assert text, output[-3000:]
     assert all(line.startswith("INFO:") for line in after.split("\n") if line.strip()), after  # patches are reverted
 
 
 def drafts_of(prompt: int, text: list[int], ahead: torch.Tensor, drafts: int) -> dict[str, int]:
-    """What speculative decoding has to count on the way to ``text``; ``ahead [depth, row]``: what each depth predicts."""
-    rows, known, counts = prompt, prompt + 1, {"calls": 1, "drafted": 0, "accepted": 0}
-    while known < len(text):
-        drafted, right = drafts * (known - rows <= 12), 0  # LONGEST_REPEAT
-        while right < drafted and known + right < len(text) and ahead[right, known - 2] == text[known + right]:
+    """Return the expected speculative-decoding counts for ``text``; ``ahead [depth, row]``: each depth's predictions."""
+    rows, length, counts = prompt, prompt + 1, {"calls": 1, "drafted": 0, "accepted": 0}
+    while length < len(text):
+        drafted, right = drafts * (length - rows <= 12), 0  # LONGEST_REPEAT
+        while right < drafted and length + right < len(text) and ahead[right, length - 2] == text[length + right]:
             right += 1
         if right == drafted:
-            rows = known + drafted
-        known += right + 1
+            rows = length + drafted
+        length += right + 1
         counts = {name: counts[name] + more for name, more in zip(counts, (1, drafted, right), strict=True)}
     return counts
 
@@ -237,8 +237,8 @@ def test_the_layout_does_not_show(
     converted = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path / "saved")]
     weights = ["--load", str(place / "saved"), "--no-load-optim", "--no-load-rng", "--no-save-optim", *converted]
     words = tiny_run.words(place, 3, *weights, layout=layout)
-    status, said = launch(["--", *words], place / "config.yaml", 2)
-    assert status == 0, said[-3000:]
+    status, output = launch(["--", *words], place / "config.yaml", 2)
+    assert status == 0, output[-3000:]
     command("export", tmp_path / "saved" / "torch_dist", tmp_path / "exported")
     check_files(exported, tmp_path / "exported")
 
@@ -373,8 +373,8 @@ def edit(path: Path, **values: object) -> None:
 
 def test_what_cannot_be_exported_is_named(command: Command, exported: Path, place: Path, tmp_path: Path) -> None:
     assert str(exported) in command("export", place / "saved", exported, status=2)  # exists
-    said = command("export", place / "saved", tmp_path / "new", status=2, settings="")  # another schedule
-    assert "core_attention.indexer" in said
+    message = command("export", place / "saved", tmp_path / "new", status=2, settings="")  # another schedule
+    assert "core_attention.indexer" in message
     assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": 3}}')
     assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)

@@ -1,4 +1,4 @@
-"""Runs through Megatron-Bridge that are recorded: one that is killed and goes on, and what cannot be recorded."""
+"""Recorded runs through Megatron-Bridge: one that is killed and resumes, and what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, SAVED, WITHIN_S = 4, 2, 1.0
 
 
 def start(python: Path, corpus: str, folder: Path, steps: int = STEPS) -> subprocess.Popen[str]:
-    """The tiny recipe, which goes on where it can and begins where it cannot; recorded beside its checkpoints."""
+    """Start the tiny recipe, resuming if there is a checkpoint; its record is saved with the checkpoints."""
     settings = folder / "settings.yaml"
     settings.write_text("model: nam56r_tiny\nobservability: {heartbeat_s: 0.02}\n")
     saved = folder / "saved"
@@ -44,7 +44,7 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
     def there() -> bool:
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
-        return steps.exists() and any(one.step >= step for one in read_steps(steps))
+        return steps.exists() and any(recorded.step >= step for recorded in read_steps(steps))
 
     forks.wait_until(there, (folder / "log").read_text)
 
@@ -61,11 +61,11 @@ def test_a_killed_run_counts_its_recovery_and_what_it_lost(bridge_python: Path, 
     again = start(bridge_python, corpus, tmp_path)
     assert again.wait() == 0, (tmp_path / "log").read_text()[-4000:]
 
-    found = goodput.of_rank(events.read(observed)[0])
+    totals = goodput.of_rank(events.read(observed)[0])
     first, second = events.read(observed)[0]
-    assert sum(found.nanoseconds.values()) == found.wall_ns == second.ended_ns - first.began_ns
-    assert (found.starts, found.steps, found.steps_lost) == (2, STEPS, before.steps - SAVED)
-    seconds = {name: spent / 1e9 for name, spent in found.nanoseconds.items()}
+    assert sum(totals.nanoseconds.values()) == totals.wall_ns == second.ended_ns - first.began_ns
+    assert (totals.starts, totals.steps, totals.steps_lost) == (2, STEPS, before.steps - SAVED)
+    seconds = {name: spent / 1e9 for name, spent in totals.nanoseconds.items()}
     assert abs(seconds["down"] - (second.began_ns - died_ns) / 1e9) < WITHIN_S
     assert min(seconds["recovery"], seconds["startup"]) > 0.5
     assert min(seconds[name] for name in ("lost_steps", "checkpoint_load", "checkpoint_save")) > 0

@@ -30,9 +30,9 @@ HARMLESS_UNUSED = {"fp8_recipe", "num_layers_at_start_in_bf16", "num_layers_at_e
 
 @pytest.mark.parametrize("name", [f"{TINY}_muon", "nam56r_quarter_pretrain_1gpu_h200_bf16"])
 def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python: Path, name: str) -> None:
-    found = answer(bridge_python, "tests.bridge.fields", name)
-    assert found.keys() == HARMLESS.keys()
-    for section, fields in found.items():
+    differing = answer(bridge_python, "tests.bridge.fields", name)
+    assert differing.keys() == HARMLESS.keys()
+    for section, fields in differing.items():
         rest = {key: pair for key, pair in fields.items() if key not in HARMLESS[section] | HARMLESS_UNUSED}
         rest = {key: pair for key, pair in rest.items() if set(pair) != {"None", "False"}}
         if RECIPES[name].run.training.optimizer == "adam" and section == "optimizer":
@@ -43,13 +43,13 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
 
 @pytest.fixture(scope="module")
 def built(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What :mod:`tests.bridge.factories` says of every recipe, built without a network."""
+    """The report of :mod:`tests.bridge.factories` on every recipe, built offline."""
     folder = tmp_path_factory.mktemp("factories")
     return answer(bridge_python, "tests.bridge.factories", str(folder), fork=False, HF_HUB_OFFLINE="1")
 
 
 def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> None:
-    assert {name: found["yaml"] for name, found in built.items() if name in RECIPES} == dict.fromkeys(
+    assert {name: facts["yaml"] for name, facts in built.items() if name in RECIPES} == dict.fromkeys(
         RECIPES, "read back"
     )
     assert [name for name in RECIPES if not built[name]["same run"]] == []
@@ -119,9 +119,9 @@ REFUSED = [
 
 
 def test_what_is_refused(bridge_python: Path) -> None:
-    """All of them in one process, without a GPU to see: each is a sentence and status 2, and leaves nothing behind."""
-    asked = [["--recipe", recipe, *overrides] for recipe, overrides, _ in REFUSED]
-    answers = answer(bridge_python, "tests.bridge.refusals", json.dumps(asked), CUDA_VISIBLE_DEVICES="")
+    """All in one process without a visible GPU: each prints one sentence, exits with status 2 and leaves nothing behind."""
+    commands = [["--recipe", recipe, *overrides] for recipe, overrides, _ in REFUSED]
+    answers = answer(bridge_python, "tests.bridge.refusals", json.dumps(commands), CUDA_VISIBLE_DEVICES="")
     assert len(answers) == len(REFUSED)
     for (_, _, says), (status, error, replaced) in zip(REFUSED, answers, strict=True):
         assert status == 2, error
@@ -131,10 +131,10 @@ def test_what_is_refused(bridge_python: Path) -> None:
 
 
 def test_an_optimizer_that_bridge_cannot_cut_is_whole_and_known_to_the_experts(bridge_python: Path) -> None:
-    found = answer(bridge_python, "tests.bridge.optimizers")
-    whole, cut = [False] * 5, [True] * 5
-    assert found["cut"] == {"adam": cut, "sgd": cut, "lion": whole, "muon": whole, "adaptive_muon": whole}
-    says = found["says"]
+    answers = answer(bridge_python, "tests.bridge.optimizers")
+    unsharded, cut = [False] * 5, [True] * 5
+    assert answers["cut"] == {"adam": cut, "sgd": cut, "lion": unsharded, "muon": unsharded, "adaptive_muon": unsharded}
+    says = answers["says"]
     assert says["as it is"] == "muon at 0.2"
     assert says["in Python, whole, scaled"] == "muon at 1.0"
     assert says["adam, not installed"] == "adam at None"

@@ -31,7 +31,7 @@ def recipe_run(python: Path, corpus: str, folder: Path, *overrides: str, process
 
 
 def losses(log: str) -> list[dict[str, float]]:
-    """Of every step that ``log`` prints, each loss and the gradient norm by its name, as far as they are printed."""
+    """Return the losses and gradient norm of every step in ``log``, by name, with the printed precision."""
     lines = [line for line in log.splitlines() if re.search(r"iteration +\d+/", line)]
     named = [re.findall(r"\| ([\w ]+(?:loss|norm)): ([-\d.E+]+)", line) for line in lines]
     return [{name: float(value) for name, value in pairs if name != "loss scale"} for pairs in named]
@@ -39,9 +39,9 @@ def losses(log: str) -> list[dict[str, float]]:
 
 def check_checkpoints(*folders: Path) -> None:
     """The same parameters and moments after the last step, bit for bit, under the same names."""
-    ours, theirs = (tensors_in(folder / f"iter_{STEPS:07d}") for folder in folders)
-    assert any("optimizer" in name for name in ours)
-    assert_same_bytes(ours, theirs)
+    first, second = (tensors_in(folder / f"iter_{STEPS:07d}") for folder in folders)
+    assert any("optimizer" in name for name in first)
+    assert_same_bytes(first, second)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_bridge_trains_what_the_command_line_trains(trained: tuple[Path, str], l
     def compared(steps: list[dict[str, float]]) -> list[dict[str, float]]:
         """Without the experts' losses: Bridge's loop counts the layers by which it divides them (the patch moe-metrics)."""
         experts = ("balancing_loss", "z_loss")
-        return [{name: one for name, one in step.items() if not name.endswith(experts)} for step in steps]
+        return [{name: value for name, value in step.items() if not name.endswith(experts)} for step in steps]
 
     assert compared(values) == compared([step.values() for step in read_steps(launched / "saved" / "observe")])
     assert [step.step for step in recorded] == list(range(1, STEPS + 1))
@@ -99,7 +99,7 @@ def test_the_receipts_of_both_entry_points_differ_on_no_line(trained: tuple[Path
     assert by_bridge["status"] == "finished"
     assert by_bridge["data"] == by_command["data"]
     assert by_bridge["overlap"] == by_command["overlap"] != []
-    applied, others = ({patch["name"] for patch in one["patches"]} for one in (by_bridge, by_command))
+    applied, others = ({patch["name"] for patch in receipt["patches"]} for receipt in (by_bridge, by_command))
     # Those mend what Bridge does not call, but for its copy of a class that exit-signal mends.
     assert applied == others - {"exit-signal", "hybrid-flops", "spec-import"}
     assert by_bridge["flops"] == by_command["flops"]
@@ -109,11 +109,11 @@ def test_the_receipts_of_both_entry_points_differ_on_no_line(trained: tuple[Path
 
 def test_the_goodput_of_a_bridge_run_sums_to_its_wall_time(trained: tuple[Path, str]) -> None:
     run_folder = trained[0] / "saved" / "observe"
-    found = goodput.of_rank(events.read(run_folder)[0])
+    totals = goodput.of_rank(events.read(run_folder)[0])
     (start,) = events.read(run_folder)[0]
-    assert found.wall_ns == sum(found.nanoseconds.values()) == start.ended_ns - start.began_ns
-    assert (found.starts, found.steps, found.steps_lost, start.how) == (1, STEPS, 0, "finished")
-    spent = {name for name, nanoseconds in found.nanoseconds.items() if nanoseconds}
+    assert totals.wall_ns == sum(totals.nanoseconds.values()) == start.ended_ns - start.began_ns
+    assert (totals.starts, totals.steps, totals.steps_lost, start.how) == (1, STEPS, 0, "finished")
+    spent = {name for name, nanoseconds in totals.nanoseconds.items() if nanoseconds}
     assert spent == {"productive", "startup", "data", "checkpoint_save", "idle"}
 
 
@@ -126,7 +126,7 @@ def test_a_run_takes_back_what_it_replaced(trained: tuple[Path, str]) -> None:
 def test_a_run_goes_on_from_its_checkpoint_alone(
     bridge_python: Path, trained: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """From ``run_config.yaml`` and the tensors beside it: the same steps, parameters and moments, bit for bit."""
+    """From ``run_config.yaml`` and its tensors: the same steps, parameters and moments, bit for bit."""
     folder, log = trained
     words = (str(folder / "saved"), str(RESUMED), str(tmp_path))
     done = run(bridge_python, "tests.bridge.resumed", *words, folder=tmp_path)
@@ -166,7 +166,7 @@ def test_the_other_class_goes_on_from_its_checkpoint(
 def test_two_pipeline_stages_go_on_as_one_process_does(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:
-    """With Adam's moments. The stages are drawn so that the Shared layer (9) stays beside its Full one (5)."""
+    """With Adam's moments. The stages keep the Shared layer (9) on the stage of its Full layer (5)."""
     folder, log = trained
     cut = recipe_run(
         bridge_python, corpus, tmp_path, f"train.train_iters={STEPS}", f"checkpoint.load={folder}/saved",
@@ -175,10 +175,10 @@ def test_two_pipeline_stages_go_on_as_one_process_does(
     )  # fmt: skip
     check_equal(cut, losses(log)[RESUMED:])
     assert cut.count("megacpp-mcore: launch policy:") == 1
-    one, two = read_steps(folder / "saved" / "observe")[RESUMED:], read_steps(tmp_path / "observed")
-    assert [step.resumed_at for step in two] == [RESUMED] * len(one)
-    for ours, theirs in zip(two, one, strict=True):
-        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    single, split = read_steps(folder / "saved" / "observe")[RESUMED:], read_steps(tmp_path / "observed")
+    assert [step.resumed_at for step in split] == [RESUMED] * len(single)
+    for step, reference in zip(split, single, strict=True):
+        assert step.losses == pytest.approx(reference.losses, rel=1e-5)
     receipt = receipts.read(tmp_path / "observed")
     assert receipt["ranks"] == {"expected": 2, "found": [0, 1]}
     assert (receipt["parallelism"]["pipeline"], receipt["parallelism"]["data"]) == (2, 1)
@@ -187,39 +187,39 @@ def test_two_pipeline_stages_go_on_as_one_process_does(
 
 def check_equal(log: str, expected: list[dict[str, float]]) -> None:
     """Losses and gradient norms of every step, within 1e-5."""
-    found = losses(log)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert {"lm loss", "mtp_1 loss", "grad norm"} <= ours.keys()
+    logged = losses(log)
+    assert len(logged) == len(expected)
+    for step, reference in zip(logged, expected, strict=True):
+        assert {"lm loss", "mtp_1 loss", "grad norm"} <= step.keys()
         # Megatron prints three decimals of the norm.
-        assert ours.pop("grad norm") == pytest.approx(theirs.pop("grad norm"), rel=1e-5, abs=1.1e-3)
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert step.pop("grad norm") == pytest.approx(reference.pop("grad norm"), rel=1e-5, abs=1.1e-3)
+        assert step == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.exhaustive
 def test_experts_on_two_processes_train_as_on_one(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:
-    """From weights alone: Megatron reads Adam's moments of experts at no other expert parallelism."""
+    """From weights only: Megatron cannot reload experts' Adam moments at another expert-parallel size."""
     folder, _ = trained
-    # Of size zero is the first step: from nothing, Adam makes a whole step of gradients that are rounding noise.
+    # The first step has size zero: without moments, Adam would take a full step on gradients that are rounding noise.
     words = [
         f"checkpoint.pretrained_checkpoint={folder}/saved", "train.train_iters=3", "scheduler.lr_warmup_iters=1",
         "optimizer.lr=1e-3",
     ]  # fmt: skip
-    one = recipe_run(bridge_python, corpus, tmp_path, *words)
-    two = recipe_run(bridge_python, corpus, tmp_path, *words, "model.expert_model_parallel_size=2", processes=2)
-    check_equal(two, losses(one))
-    assert len({step["lm loss"] for step in losses(one)}) == 3
+    single = recipe_run(bridge_python, corpus, tmp_path, *words)
+    split = recipe_run(bridge_python, corpus, tmp_path, *words, "model.expert_model_parallel_size=2", processes=2)
+    check_equal(split, losses(single))
+    assert len({step["lm loss"] for step in losses(single)}) == 3
     # Bridge prints the values that are not Megatron's defaults, as allgather is.
-    assert [re.findall(r"moe_token_dispatcher_type: '?(\w+)", log)[:1] for log in (one, two)] == [["alltoall"], []]
+    assert [re.findall(r"moe_token_dispatcher_type: '?(\w+)", log)[:1] for log in (single, split)] == [["alltoall"], []]
 
 
 def test_a_checkpoint_that_is_not_there_is_no_beginning(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
-    """Bridge would begin with random weights, without a word; it does when told that it may."""
+    """Bridge alone would silently start from random weights; here it does so only if allowed."""
     empty = tmp_path / "empty"
     empty.mkdir()
-    asked = [
+    commands = [
         ["--recipe", TINY, f"dataset.data_path={corpus}", "train.train_iters=1", "train.global_batch_size=1", *words]
         for words in (
             [f"checkpoint.load={tmp_path}/nowhere"],
@@ -228,9 +228,9 @@ def test_a_checkpoint_that_is_not_there_is_no_beginning(bridge_python: Path, cor
             [f"checkpoint.load={empty}", "checkpoint.exit_on_missing_checkpoint=false"],
         )
     ]
-    done = run(bridge_python, "tests.bridge.refusals", json.dumps(asked), folder=tmp_path)
+    done = run(bridge_python, "tests.bridge.refusals", json.dumps(commands), folder=tmp_path)
     *refused, (status, _, _) = json.loads(done.stdout.splitlines()[-1])
-    for words, (code, error, replaced) in zip(asked, refused, strict=False):
+    for words, (code, error, replaced) in zip(commands, refused, strict=False):
         assert (code, replaced) == (2, [])
         assert f"there is no checkpoint to load in {words[-1]}" in error
         assert "checkpoint.exit_on_missing_checkpoint=false" in error

@@ -45,16 +45,16 @@ def files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def scalars(python: Path, *places: Path) -> list[Scalars]:
-    """What is in ``places``."""
+    """Read the scalars in ``places``."""
     done = run(python, "tests.bridge.events", *map(str, places))
-    found = map(json.loads, done.stdout.splitlines()[-len(places) :])
-    return [{name: {int(step): one for step, one in values.items()} for name, values in of.items()} for of in found]
+    tables = map(json.loads, done.stdout.splitlines()[-len(places) :])
+    return [{name: {int(step): x for step, x in values.items()} for name, values in of.items()} for of in tables]
 
 
 def recorded(folder: Path, resumed_at: int) -> Start:
-    """What one start recorded of each of its steps in the run's folder, steps that a later start did again among them."""
-    starts = [one for rank in events.read(folder).values() for one in rank if one.metrics]
-    (start,) = (one for one in starts if one.resumed_at == resumed_at)
+    """Return the steps and metrics that one start recorded, including steps that a later start repeated."""
+    starts = [start for rank in events.read(folder).values() for start in rank if start.metrics]
+    (start,) = (start for start in starts if start.resumed_at == resumed_at)
     return start.steps, start.metrics
 
 
@@ -66,41 +66,41 @@ def single(value: float) -> float:
 
 def ours(logged: list[dict[str, Any]]) -> Scalars:
     """Our scalars by name and step."""
-    found: Scalars = {}
-    for one in logged:
+    by_name: Scalars = {}
+    for row in logged:
         for name in live.SCALARS:
-            if (value := one[name]) is not None:
-                found.setdefault(f"{live.TAG}{name}", {})[one["step"]] = value
-    return found
+            if (value := row[name]) is not None:
+                by_name.setdefault(f"{live.TAG}{name}", {})[row["step"]] = value
+    return by_name
 
 
 def megatrons(steps: list[Step]) -> Scalars:
-    """Those of Megatron's scalars that a step is a record of, in the single precision that Megatron logs them in."""
-    found = {name: {step.step: step.losses[name] for step in steps} for name in steps[0].losses}
-    found["grad-norm"] = {step.step: step.grad_norm or 0.0 for step in steps}
-    found["learning-rate"] = {step.step: step.learning_rate or 0.0 for step in steps}
-    assert {"lm loss", "mtp_1 loss", "indexer loss", "z_loss"} <= set(found)
-    return {name: {step: single(value) for step, value in values.items()} for name, values in found.items()}
+    """Return the Megatron scalars that steps record, in the single precision in which Megatron logs them."""
+    by_name = {name: {step.step: step.losses[name] for step in steps} for name in steps[0].losses}
+    by_name["grad-norm"] = {step.step: step.grad_norm or 0.0 for step in steps}
+    by_name["learning-rate"] = {step.step: step.learning_rate or 0.0 for step in steps}
+    assert {"lm loss", "mtp_1 loss", "indexer loss", "z_loss"} <= set(by_name)
+    return {name: {step: single(value) for step, value in values.items()} for name, values in by_name.items()}
 
 
-def check(found: Scalars, start: Start, *, rounded: bool) -> None:
-    """Every scalar of ours and nothing else of that name, and Megatron's, each at its steps."""
+def check(written: Scalars, start: Start, *, rounded: bool) -> None:
+    """Check that exactly our scalars, and Megatron's, were written at their steps."""
     steps, logged = start
     numbers = [step.step for step in steps]
-    assert [one["step"] for one in logged] == numbers
+    assert [row["step"] for row in logged] == numbers
     wanted = {
         name: {step: single(value) if rounded else value for step, value in values.items()}
         for name, values in ours(logged).items()
     }
-    assert {name: values for name, values in found.items() if name.startswith(live.TAG)} == wanted
-    theirs = megatrons(steps)
-    assert {name: found[name] for name in theirs if name in found} == theirs
-    assert list(found["batch-size"]) == list(found["loss-scale"]) == numbers
+    assert {name: values for name, values in written.items() if name.startswith(live.TAG)} == wanted
+    expected = megatrons(steps)
+    assert {name: written[name] for name in expected if name in written} == expected
+    assert list(written["batch-size"]) == list(written["loss-scale"]) == numbers
 
 
 @pytest.fixture(scope="module")
 def stock(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two starts by the command line, the second from an earlier checkpoint than the last; the folder of all they left."""
+    """The folder of two command-line starts, the second of which resumes before the last checkpoint."""
     folder = tmp_path_factory.mktemp("stock")
     data = tiny_run.make_data(folder)
     environment = offline(folder) | settings(folder, (data / "config.yaml").read_text())
@@ -116,13 +116,13 @@ def stock(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_both_writers_have_every_scalar_at_its_step(bridge_python: Path, stock: Path) -> None:
-    """Of both starts, which are a file each; the second does steps again, and keeps their numbers."""
+    """Each of the two starts has its own file; the second repeats steps under the same numbers."""
     events, histories = files(stock)
     assert (len(events), len(histories)) == (2, 2)
     starts = [recorded(stock / "saved" / "observe", resumed_at) for resumed_at in (0, RESUMED)]
     assert [[step.step for step in steps] for steps, _ in starts] == [[1, 2, 3, 4], [3, 4, 5]]
-    found = scalars(bridge_python, *events, *histories)
-    for start, by_tensorboard, by_wandb in zip(starts, found[:2], found[2:], strict=True):
+    tables = scalars(bridge_python, *events, *histories)
+    for start, by_tensorboard, by_wandb in zip(starts, tables[:2], tables[2:], strict=True):
         check(by_tensorboard, start, rounded=True)
         check(by_wandb, start, rounded=False)
         assert set(ours(start[1])) == DOCUMENTED - {f"{live.TAG}mfu"}  # for a CPU, no peak is known

@@ -85,6 +85,6 @@ def test_the_export_runs_under_lm_eval(session: tuple[Path, list[str]], bridge_p
     offline = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     run(bridge_python, *words, folder=tmp_path, fork=False, **offline)
     (file,) = tmp_path.glob("found*.json")
-    found = json.loads(file.read_text())["results"]
-    assert 0 <= found["counting"]["acc,none"] <= 1
-    assert 1 < found["held_out"]["bits_per_byte,none"] < 8
+    results = json.loads(file.read_text())["results"]
+    assert 0 <= results["counting"]["acc,none"] <= 1
+    assert 1 < results["held_out"]["bits_per_byte,none"] < 8

@@ -1,4 +1,4 @@
-"""Asks for recordings that cannot be made; prints what is said of each, and of each function of Bridge's loop that is gone.
+"""Requests recordings that are impossible; prints the message for each, and for each missing function of Bridge's loop.
 
 python -m tests.bridge.unobserved CORPUS FOLDER       in an environment with Megatron-Bridge; on the CPU lane
 """
@@ -30,14 +30,14 @@ def refused(corpus: str, folder: str) -> list[tuple[int, str]]:
     for words in ASKED:
         error = io.StringIO()
         with contextlib.redirect_stderr(error):
-            said = [word.format(folder=folder) for word in words]
-            status = run.main(["--recipe", TINY, f"dataset.data_path={corpus}", *said])
+            options = [word.format(folder=folder) for word in words]
+            status = run.main(["--recipe", TINY, f"dataset.data_path={corpus}", *options])
         answers.append((status, error.getvalue()))
     return answers
 
 
 def without(module: str, name: str) -> tuple[str, bool]:
-    """What is said when ``name`` is gone, and whether all the others are what they were."""
+    """Return the message for a missing ``name``, and whether all other functions are unchanged."""
     holder: Any = importlib.import_module(module)
     *path, last = name.split(".")
     for part in path:
@@ -58,13 +58,13 @@ def without(module: str, name: str) -> tuple[str, bool]:
 
 def current() -> list[Any]:
     """The functions of the loop as they are."""
-    found = []
+    functions = []
     for seam in SEAMS:
         thing: Any = importlib.import_module(seam.module)
         for part in seam.name.split("."):
             thing = getattr(thing, part, None)
-        found.append(thing)
-    return found
+        functions.append(thing)
+    return functions
 
 
 def main() -> None:

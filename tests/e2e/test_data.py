@@ -34,9 +34,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def words(*data: str, extra: tuple[str, ...] = (), spec: Sequence[str] = ("megacpp_mcore", "nam56r_tiny")) -> list[str]:
-    found = stock.words(preset("nam56r_tiny"), *extra, data=data, global_batch_size=2, train_iters=STEPS)
-    at = found.index("--spec") + 1
-    return [*found[:at], *spec, *found[at + 2 :]]
+    arguments = stock.words(preset("nam56r_tiny"), *extra, data=data, global_batch_size=2, train_iters=STEPS)
+    at = arguments.index("--spec") + 1
+    return [*arguments[:at], *spec, *arguments[at + 2 :]]
 
 
 def python(*command: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +59,7 @@ def quiet(run: Path | None, *data: str, extra: tuple[str, ...]) -> tuple[list[st
 
 
 def check_console(lines: Sequence[str], log: str) -> None:
-    """Few lines, then one a step, of the same losses as Megatron's own in the file."""
+    """A few lines, then one per step, with the same losses as Megatron's own lines in the file."""
     before = next(number for number, line in enumerate(lines) if line.startswith("iteration "))
     assert 10 < before <= 40
     first, *others = lines[before : before + STEPS]

@@ -1,4 +1,4 @@
-"""The demo: that it kills for real, leaves nothing running, passes failures on, and claims only what it checked."""
+"""The demo really kills training, leaves no process running, propagates failures, and claims only what it checked."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_the_plan_keeps_its_promises() -> None:
 
 
 def test_training_is_killed_with_all_that_it_started(plan: object, capsys: pytest.CaptureFixture[str]) -> None:
-    found = demo.train(plan, trainer(plan, steps=1000, pause=0.05), kill_after=3)
-    assert found[-1].step >= 3
-    assert found == read_steps(plan.record)
-    assert found[-1].step < 1000
+    steps = demo.train(plan, trainer(plan, steps=1000, pause=0.05), kill_after=3)
+    assert steps[-1].step >= 3
+    assert steps == read_steps(plan.record)
+    assert steps[-1].step < 1000
     assert_all_gone(plan.folder)
     assert "step   1/20  loss 1.000" in capsys.readouterr().out
 
@@ -142,8 +142,8 @@ def leg(first: int, last: int, resumed_at: int, loss: float = 2.0) -> list[Step]
 
 def test_equal_is_said_only_when_it_is_so(plan: object) -> None:
     first, second = leg(1, 11, 0), leg(11, 20, 10)
-    said = demo.check_resume(plan, first, second)
-    assert said == (
+    verdict = demo.check_resume(plan, first, second)
+    assert verdict == (
         "EQUAL: steps 11 to 11, run before the kill and again after it, agree bit for bit in grad norm, learning rate, lm loss."
     )
     with pytest.raises(demo.DemoError, match=r"step 11 .*lm loss") as failure:
@@ -159,12 +159,12 @@ def test_a_resume_at_another_step_is_refused(plan: object, second: list[Step]) -
 
 def test_on_a_gpu_the_difference_is_told_and_bounded(plan: object) -> None:
     plan = replace(plan, device="cuda")  # type: ignore[type-var]
-    said = demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=2.001))
-    assert "differ by at most 0.001 nats" in said
-    assert "--deterministic-mode" in said
-    assert "EQUAL" not in said
-    for loss, found in ((2.2, r"0\.2"), (float("nan"), "nan")):
-        with pytest.raises(demo.DemoError, match=f"up to {found}"):
+    verdict = demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=2.001))
+    assert "differ by at most 0.001 nats" in verdict
+    assert "--deterministic-mode" in verdict
+    assert "EQUAL" not in verdict
+    for loss, distance in ((2.2, r"0\.2"), (float("nan"), "nan")):
+        with pytest.raises(demo.DemoError, match=f"up to {distance}"):
             demo.check_resume(plan, leg(1, 11, 0), leg(11, 20, 10, loss=loss))
     later = leg(11, 20, 10)
     later[1] = replace(later[1], losses={"lm loss": float("nan")})
@@ -186,14 +186,14 @@ def test_another_checkpoint_than_the_planned_one_is_refused(plan: object) -> Non
 
 @pytest.mark.parametrize(("reached", "holds"), [(3.0, True), (3.0000001, False), (5.0, False), (float("nan"), False)])
 def test_the_score_has_to_be_good_enough(reached: float, holds: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {"bits_per_byte": reached, "unigram_bits_per_byte": 4.0, "bytes": 1000}
+    score = {"bits_per_byte": reached, "unigram_bits_per_byte": 4.0, "bytes": 1000}
     if holds:
-        demo.report(found)
-        said = "held-out bits per byte 3.000; unigram entropy of the same bytes 4.000; 25.0 % under"
-        assert said in capsys.readouterr().out
+        demo.report(score)
+        line = "held-out bits per byte 3.000; unigram entropy of the same bytes 4.000; 25.0 % under"
+        assert line in capsys.readouterr().out
     else:
         with pytest.raises(demo.DemoError, match=r" 25 %$"):
-            demo.report(found)
+            demo.report(score)
 
 
 def test_usage_and_a_folder_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,10 +235,10 @@ def test_the_whole_demo_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     score = json.loads((output / "run-1" / "score.json").read_text())
     assert (score["step"], score["tokens"]) == (STEPS, 1999)
-    found = check_self_contained(page := (output / "index.html").read_text(encoding="utf-8"))
+    dom = check_self_contained(page := (output / "index.html").read_text(encoding="utf-8"))
     assert page == (output / "run-1" / "index.html").read_text(encoding="utf-8")
-    assert {"loss-plot", "goodput-bar"} <= found.parts()
-    assert f"resumed at {SAVED}" in found.text
+    assert {"loss-plot", "goodput-bar"} <= dom.parts()
+    assert f"resumed at {SAVED}" in dom.text
 
     prefixes = demo.make_corpus(output / "corpus")
     files = [Path(prefix + ".bin") for prefix in prefixes]

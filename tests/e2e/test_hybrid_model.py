@@ -59,11 +59,11 @@ def test_both_hosts_build_the_same_parameters_from_one_seed(pair: tuple[Any, Any
 
 
 def test_losses_and_gradients_are_the_same_bit_for_bit(pair: tuple[Any, Any]) -> None:
-    (losses, gradients), (found, found_gradients) = (losses_and_gradients(model) for model in pair)
-    assert torch.equal(losses, found)
-    assert gradients.keys() == found_gradients.keys()
+    (losses, gradients), (hybrid_losses, hybrid_gradients) = (losses_and_gradients(model) for model in pair)
+    assert torch.equal(losses, hybrid_losses)
+    assert gradients.keys() == hybrid_gradients.keys()
     assert len(gradients) == len(list(pair[0].parameters()))
-    assert [name for name in gradients if not torch.equal(gradients[name], found_gradients[name])] == []
+    assert [name for name in gradients if not torch.equal(gradients[name], hybrid_gradients[name])] == []
 
 
 def test_copies_of_the_configuration_for_each_layer_change_nothing(
@@ -79,8 +79,8 @@ def test_copies_of_the_configuration_for_each_layer_change_nothing(
 
     def build_stack(spec: Any, config: Any, *, layer_type_list: list[str], **more: Any) -> Any:
         copies[:] = [copy.deepcopy(config) for _ in layer_type_list]
-        for made, symbol in zip(copies, layer_type_list, strict=True):
-            made.__class__ = type("Own", (classes[symbol], type(config)), {})
+        for own_config, symbol in zip(copies, layer_type_list, strict=True):
+            own_config.__class__ = type("Own", (classes[symbol], type(config)), {})
         return build_module(spec, config, layer_config_list=copies, **more)
 
     def build_layer(spec: Any, *, layer_number: int, config: Any, **more: Any) -> Any:
@@ -92,25 +92,25 @@ def test_copies_of_the_configuration_for_each_layer_change_nothing(
     assert {id(layer.config) for layer in model.decoder.layers} == {id(model.config)}
     weights = dict(pair[0].named_parameters())
     assert [name for name, weight in model.named_parameters() if not torch.equal(weight, weights[name])] == []
-    (losses, gradients), (found, found_gradients) = losses_and_gradients(pair[0]), losses_and_gradients(model)
-    assert torch.equal(losses, found)
-    assert [name for name in gradients if not torch.equal(gradients[name], found_gradients[name])] == []
+    (losses, gradients), (copied_losses, copied_gradients) = losses_and_gradients(pair[0]), losses_and_gradients(model)
+    assert torch.equal(losses, copied_losses)
+    assert [name for name in gradients if not torch.equal(gradients[name], copied_gradients[name])] == []
 
 
 def test_a_sequence_in_pieces_gives_what_it_gives_at_once(pair: tuple[Any, Any]) -> None:
     """With an inference context; with GPTModel: tests/layer_specs/test_decode.py."""
     tokens, model = micro_batch.draw_tokens(B, S - 1), pair[1].eval()
-    whole, found = logits(model, tokens), in_pieces(model, tokens, [20, 1, 11])
+    at_once, pieces = logits(model, tokens), in_pieces(model, tokens, [20, 1, 11])
     model.train()
-    assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(pieces, at_once, rtol=1e-4, atol=1e-5)
 
 
 def test_full_recompute_changes_nothing(process: Path, pair: tuple[Any, Any]) -> None:
-    """But that the gradients of the two MTP depths are added up in another order."""
+    """Except that the gradients of the two MTP depths are summed in another order."""
     losses, gradients = losses_and_gradients(pair[1])
-    found, found_gradients = losses_and_gradients(build(process, *stock.full_recompute()))
-    assert torch.equal(losses, found)
-    assert differing_tensors(gradients, found_gradients, 2e-6) == []
+    recomputed, recomputed_gradients = losses_and_gradients(build(process, *stock.full_recompute()))
+    assert torch.equal(losses, recomputed)
+    assert differing_tensors(gradients, recomputed_gradients, 2e-6) == []
 
 
 def test_checkpoint_keys_and_shards_are_the_same_by_construction(pair: tuple[Any, Any]) -> None:
@@ -118,14 +118,14 @@ def test_checkpoint_keys_and_shards_are_the_same_by_construction(pair: tuple[Any
     from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 
     def entries(model: Any) -> dict[str, Any]:
-        found = {}
+        shards = {}
         state = model.sharded_state_dict(metadata={"dp_cp_group": model.pg_collection.dp_cp})
         for place, value in state.items():
             for part in nested_values({place: value}):
                 assert isinstance(part, ShardedBase)
                 shape = None if isinstance(part, ShardedTensorFactory) else getattr(part, "global_shape", None)
-                found[place] = (type(part).__name__, part.key, shape, getattr(part, "replica_id", None))
-        return found
+                shards[place] = (type(part).__name__, part.key, shape, getattr(part, "replica_id", None))
+        return shards
 
     gpt, hybrid_ = (entries(model) for model in pair)
     assert len(gpt) > len(list(pair[0].parameters())) // 2
@@ -186,8 +186,8 @@ def test_layers_built_by_hand_that_are_of_no_model_are_refused(process: Path, mo
     config = stock.model_config(stock.words(SMALL)).transformer
     with raises(ArgumentMismatchError, "hybrid_layer_pattern", None):
         NAM56RStack(config, None, list("+EM"), pg_collection=None)
-    known = {"M": type("MambaConfig", (), {})}
-    monkeypatch.setattr(hybrid_layer_allocation, "LAYER_SYMBOL_TO_CONFIG_CLASS", known, raising=False)
+    classes = {"M": type("MambaConfig", (), {})}
+    monkeypatch.setattr(hybrid_layer_allocation, "LAYER_SYMBOL_TO_CONFIG_CLASS", classes, raising=False)
     with raises(ModelError, type(config).__name__, "MambaConfig"):
         NAM56RStack(config, None, layer_config_list=[config], pg_collection=None)
     with pytest.raises(ModelError, match=r"'D-'.*'\+-'"):
@@ -207,11 +207,11 @@ def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: P
     """Losses, gradient norms and checkpoints of both model classes, bit for bit; the run of HybridModel, by ``script``."""
     gpt = laboratory.run(GPT, layout, 2, ("--lr-warmup-iters", "1"), model_class=GPT)
     laboratory.script = script
-    found = laboratory.run(HYBRID, layout, 2, ("--lr-warmup-iters", "1"), model_class=HYBRID)
+    run = laboratory.run(HYBRID, layout, 2, ("--lr-warmup-iters", "1"), model_class=HYBRID)
     assert {"lm loss", "mtp_1 loss", "indexer loss", "grad norm"} <= gpt.scalars.keys()
-    assert found.scalars == gpt.scalars
-    assert_same_bytes(gpt.tensors(2), found.tensors(2))
-    return found
+    assert run.scalars == gpt.scalars
+    assert_same_bytes(gpt.tensors(2), run.tensors(2))
+    return run
 
 
 @pytest.mark.slow
@@ -220,8 +220,8 @@ def assert_both_train_the_same(laboratory: Laboratory, layout: Layout, script: P
 def test_the_stock_script_trains_what_gpt_model_trains(megatron_lm: Path, tmp_path: Path) -> None:
     """``pretrain_hybrid.py`` as it is, from the same seed."""
     laboratory = Laboratory(tmp_path, overrides={})
-    found = assert_both_train_the_same(laboratory, Layout(), megatron_lm / "pretrain_hybrid.py")
-    assert "building nam56r_tiny on HybridModel, pattern +EMEDEMEDEMG/+-" in found.output
+    run = assert_both_train_the_same(laboratory, Layout(), megatron_lm / "pretrain_hybrid.py")
+    assert "building nam56r_tiny on HybridModel, pattern +EMEDEMEDEMG/+-" in run.output
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ def test_megatron_reads_an_optimizer_at_adamws_learning_rate() -> None:
 @pytest.mark.slow
 def test_it_trains(data: Path) -> None:
     pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers and absl-py")
-    asked = tiny_run.words(data, 6, "--optimizer", "muon", "--muon-extra-scale-factor", "0.2")
+    words = tiny_run.words(data, 6, "--optimizer", "muon", "--muon-extra-scale-factor", "0.2")
     program = ("megacpp_mcore", "launch", "--device", "cpu", "--verbose", "--")
-    said = tiny_run.start(program, asked, data).finish()
-    losses = [float(found) for found in re.findall(r"lm loss: (\S+)", said)]
+    output = tiny_run.start(program, words, data).finish()
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]

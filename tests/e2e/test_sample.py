@@ -1,4 +1,4 @@
-"""`sample` and `score`: what a model that is known says, and a checkpoint as a user samples from it and scores it."""
+"""`sample` and `score`: with a model of known output, and with a checkpoint as a user runs them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Counting(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.rows = 0
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: None, **given: Any) -> torch.Tensor:
-        context = given["inference_context"]
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: None, **options: Any) -> torch.Tensor:
+        context = options["inference_context"]
         assert context.sequence_len_offset == self.rows
         assert positions[0].tolist() == list(range(self.rows, self.rows + tokens.shape[1]))
         self.rows += tokens.shape[1]
@@ -53,8 +53,8 @@ SETTINGS = {"seed": 1, "vocabulary": BYTE_EOD_ID + 1, "end": BYTE_EOD_ID}
 def test_tokens_follow_one_another_until_the_document_ends(
     prompt: bytes, count: int, expected: bytes, temperature: float
 ) -> None:
-    found = sampling.generate(Counting(), list(prompt), count, temperature=temperature, **SETTINGS)
-    assert bytes(found) == expected
+    tokens = sampling.generate(Counting(), list(prompt), count, temperature=temperature, **SETTINGS)
+    assert bytes(tokens) == expected
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -93,7 +93,7 @@ def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_command_is_a_launch(words: str, script: Any, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(launcher, "launch", lambda *given, **more: launched.append((given, more)) or 0)
+    monkeypatch.setattr(launcher, "launch", lambda *args, **more: launched.append((args, more)) or 0)
     assert cli.main([*words.split(), "--device", "cpu", "--", "--load", "x"]) == 0
     (((command,), more),) = launched
     assert command == [script.__file__, "--load", "x", "--skip-train", *options.split()]
@@ -147,18 +147,18 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
         "--batch",
         "1",
     )
-    said = tiny_run.start((*score, "--output", str(file), "--"), ["--load", saved, *words], data).finish()
-    found = json.loads(file.read_text())
-    assert f"bits per byte {found['bits_per_byte']:.6f} (unigram {found['unigram_bits_per_byte']:.6f})" in said
-    assert (found["tokens"], found["bytes"], found["step"]) == (199, 199, 2)
-    assert found["perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
-    assert 0 < math.log(found["perplexity"]) < 7
+    output = tiny_run.start((*score, "--output", str(file), "--"), ["--load", saved, *words], data).finish()
+    scores = json.loads(file.read_text())
+    assert f"bits per byte {scores['bits_per_byte']:.6f} (unigram {scores['unigram_bits_per_byte']:.6f})" in output
+    assert (scores["tokens"], scores["bytes"], scores["step"]) == (199, 199, 2)
+    assert scores["perplexity"] == pytest.approx(2 ** scores["bits_per_byte"])
+    assert 0 < math.log(scores["perplexity"]) < 7
     split, stages = Layout(tensor=2, sequence_parallel=True, expert=2), Layout(pipeline=2)
     in_two = (*score, "--nproc", "2", "--output", str(file), "--")
     for layout in (None, Layout(expert=2), split):
         tiny_run.start(in_two, ["--load", saved, *tiny_run.words(data, 2, layout=layout)], data).finish()
         again = json.loads(file.read_text())
-        assert again | {"seconds": 0} == pytest.approx(found | {"seconds": 0}, rel=1e-6), layout
+        assert again | {"seconds": 0} == pytest.approx(scores | {"seconds": 0}, rel=1e-6), layout
     for layout, what in ((stages, "pipeline stages"), (Layout(context=2), "context-parallel ranks")):
         refused = tiny_run.words(data, 2, layout=layout)
         assert f"2 {what}; expected 1" in tiny_run.start(in_two, ["--load", saved, *refused], data).finish(2)
@@ -168,6 +168,6 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
         more = ["--load", saved, *without.split(), str(converted)]
         status, printed = runs.launch(["--", *tiny_run.words(data, 3, *more, layout=layout)], data / "config.yaml", 2)
         assert status == 0, printed[-3000:]
-        given = ["--load", str(converted / "torch_dist"), *words]
-        tiny_run.start((*score, "--output", str(file), "--"), given, data).finish()
-        assert json.loads(file.read_text()) | {"seconds": 0} == pytest.approx(found | {"seconds": 0}, rel=1e-9)
+        load = ["--load", str(converted / "torch_dist"), *words]
+        tiny_run.start((*score, "--output", str(file), "--"), load, data).finish()
+        assert json.loads(file.read_text()) | {"seconds": 0} == pytest.approx(scores | {"seconds": 0}, rel=1e-9)

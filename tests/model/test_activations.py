@@ -60,7 +60,7 @@ def test_every_recompute_needs_less_and_grows_with_the_tokens() -> None:
     for name in (*RECOMPUTED, "full"):
         full = {"granularity": "full", "method": "uniform", "num_layers": 1}
         how = Recomputation(**full) if name == "full" else Recomputation(own=Recompute(**{name: True}))
-        before, after = (memory.activations(run_of(32_768), one) for one in (Recomputation(), how))
+        before, after = (memory.activations(run_of(32_768), plan) for plan in (Recomputation(), how))
         assert before is not None
         assert after is not None
         less = {part for part in before if after[part] < before[part]} - {"workspace"}
@@ -73,12 +73,12 @@ def test_every_recompute_needs_less_and_grows_with_the_tokens() -> None:
 
 
 def test_choices_get_slower_as_they_get_smaller() -> None:
-    found = memory.choices(run_of(32_768))
-    assert str(found[0].how) == "none"
-    assert found[0].seconds == 0
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert [one.total for one in found] == sorted((one.total for one in found), reverse=True)
-    assert [str(one.how) for one in found[-2:]] == ["full, uniform 1", "full, uniform 1; ours mtp"]
+    ways = memory.choices(run_of(32_768))
+    assert str(ways[0].how) == "none"
+    assert ways[0].seconds == 0
+    assert [way.seconds for way in ways] == sorted(way.seconds for way in ways)
+    assert [way.total for way in ways] == sorted((way.total for way in ways), reverse=True)
+    assert [str(way.how) for way in ways[-2:]] == ["full, uniform 1", "full, uniform 1; ours mtp"]
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("nam56r_long")])
@@ -87,7 +87,7 @@ def test_the_recipes_of_long_rows_recompute_what_is_chosen(name: str) -> None:
     assert chosen.settings is not None
     file = settings.load(chosen.settings)
     assert file.model == chosen.model
-    best = next(one for one in memory.choices(chosen.run) if one.total <= ROOMY)
+    best = next(way for way in memory.choices(chosen.run) if way.total <= ROOMY)
     assert best.how == Recomputation(own=file.recompute)
     assert not chosen.run.is_captured
 
@@ -100,10 +100,10 @@ def test_the_block_of_time_is_the_kernels() -> None:
 def test_the_command_names_the_quickest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe", "memory", "nam56r_long", "--set", "seq_length=65536", "mla.yarn.rotary_scaling_factor=16"]
     assert cli.main(words) == 0
-    said = capsys.readouterr().out
-    assert "65536 tokens a GPU and micro-batch, 1 GPU, estimated" in said
-    assert "recompute: [mtp]" in said.splitlines()[-1]
-    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in said.splitlines()[-1]
+    output = capsys.readouterr().out
+    assert "65536 tokens a GPU and micro-batch, 1 GPU, estimated" in output
+    assert "recompute: [mtp]" in output.splitlines()[-1]
+    assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in output.splitlines()[-1]
     assert cli.main([*words, "--gpus", "4", "--context", "4"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the quickest that fits 150.1 GB: recompute nothing"
     assert cli.main([*words, "--gpu-gb", "80"]) == 0
@@ -120,8 +120,8 @@ def test_the_command_names_the_quickest_that_fits(capsys: pytest.CaptureFixture[
 def test_what_the_page_says_of_offload() -> None:
     """Bytes that a recompute drops, a token, are what an offload would move instead."""
     page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text(encoding="utf-8")
-    one, shared = run_of_long(32_768, 1), run_of_long(131_072, 4)
-    by_way = {str(way.how): way for way in memory.choices(one)}
+    single, shared = run_of_long(32_768, 1), run_of_long(131_072, 4)
+    by_way = {str(way.how): way for way in memory.choices(single)}
     less, more = by_way["ours a, m, mtp"], by_way["ours a, mtp"]
     dropped, seconds = (more.total - less.total) / 32_768, less.seconds - more.seconds
     assert f"| `[a, m, mtp]`, {less.seconds * 1e6:.1f} µs a token | M layers: {dropped / 1e3:.0f} kB a token, " in page

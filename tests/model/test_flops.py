@@ -64,7 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Co
     def loss() -> torch.Tensor:
         return losses_of(model, tokens, attention_mask=mask).mean()
 
-    found = {}
+    counts = {}
     with stock.one_process(folder / "store"):
         model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder).train()
         stock.loss_scale(1.0)
@@ -74,8 +74,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Co
             loss().backward()
     for name, count in (("forward", forward), ("training", training)):
         modules = count.get_flop_counts().items()
-        found[name] = {key: Counter({str(op): n for op, n in ops.items()}) for key, ops in modules}
-    return found
+        counts[name] = {key: Counter({str(op): n for op, n in ops.items()}) for key, ops in modules}
+    return counts
 
 
 def total(measured: dict[str, dict[str, Counter[str]]], module: str) -> int:
@@ -88,7 +88,7 @@ def padding() -> flops.Work:
 
 
 def test_each_layer_of_the_real_model_forward(measured: dict[str, dict[str, Counter[str]]]) -> None:
-    """E, and but for padding M and R; A layers after their dense pairs are put in the place of the visible ones."""
+    """E, M and R up to padding; A layers after replacing visible pairs by dense ones."""
     sequence = SMALL.seq_length
     seen = Counter[str]()
     for number, work in enumerate(flops.step(SMALL, BATCH).layers, 1):
@@ -115,8 +115,8 @@ def test_parts_of_the_real_model_forward(measured: dict[str, dict[str, Counter[s
     experts = SMALL.layer_numbers("E")
     parts = {"router": "router", "experts": "routed_experts", "shared_experts": "shared_experts"}
     for module, family in parts.items():
-        found = sum(total(measured, f"GPTModel.decoder.layers.{number - 1}.mlp.{module}") for number in experts)
-        assert found == getattr(step.trunk, family).forward, family
+        operations = sum(total(measured, f"GPTModel.decoder.layers.{number - 1}.mlp.{module}") for number in experts)
+        assert operations == getattr(step.trunk, family).forward, family
     assert total(measured, "GPTModel.embedding") == step.families.embedding.forward == 0
     assert total(measured, "GPTModel.output_layer") == step.families.head.forward
     assert len(step.mtp) == 2
@@ -163,19 +163,19 @@ def test_batched_products_of_training(measured: dict[str, dict[str, Counter[str]
     absorbed = flops.product(2 * tokens * mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim))
     rnn = SMALL.m2rnn
     recurrence = flops.m2rnn_recurrence(tokens, SMALL.recurrent_heads, rnn.key_dim, rnn.value_dim)
-    one = 2 * tokens * SMALL.recurrent_heads * rnn.key_dim * rnn.value_dim
+    outer = 2 * tokens * SMALL.recurrent_heads * rnn.key_dim * rnn.value_dim
     qk, latent = mla.qk_head_dim + mla.qk_pos_emb_head_dim, mla.kv_lora_rank
     again = (
         full.forward * Fraction(qk, qk + mla.v_head_dim)  # scores, not the last product
         + sparse.forward * Fraction(latent + mla.qk_pos_emb_head_dim, 2 * latent + mla.qk_pos_emb_head_dim)
         + selected.forward  # scores of the selected keys; their gradient has a product with each weight, of one term
         - 2 * tokens * dsa.topk * dsa.indexer_heads
-        + one * rnn.value_dim + one  # see test_recurrence_in_chunks
+        + outer * rnn.value_dim + outer  # see test_recurrence_in_chunks
     )  # fmt: skip
     expected = sum(work.training for work in (full, sparse, scan, absorbed, recurrence)) + again
     expected += scores.forward + selected.backward
-    found = measured["training"]["Global"]
-    assert found["aten.bmm"] + found["aten.baddbmm_"] == expected
+    operators = measured["training"]["Global"]
+    assert operators["aten.bmm"] + operators["aten.baddbmm_"] == expected
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,22 @@ def test_what_fp8_scopes_contain_is_what_their_linear_layers_compute(
     scoped = [number for number in numbers if SMALL.layers[number - 1] in "AME"]
     parts = by_precision(SMALL, step := flops.step(SMALL, BATCH), PLANS["bf16"], scoped=scoped)
     assert reduce(add, parts.values()) == step.families
-    found = Counter[str]()
+    by_letter = Counter[str]()
     for name in measured["forward"]:
         match = re.fullmatch(
             r"GPTModel\.decoder\.layers\.(\d+)\.(self_attention\.(linear|out)_proj|mlp\.shared_experts)", name
         )
         if match and (number := int(match[1]) + 1) in scoped:
-            found[SMALL.layers[number - 1]] += total(measured, name)
+            by_letter[SMALL.layers[number - 1]] += total(measured, name)
     fp8 = parts["fp8"]
     in_scopes = {"A": fp8.attention_projections, "M": fp8.mamba_projections, "E": fp8.shared_experts}
-    assert {letter: work.forward for letter, work in in_scopes.items()} == found
+    assert {letter: work.forward for letter, work in in_scopes.items()} == by_letter
     assert fp8.total.backward == 2 * fp8.total.forward
     core = recomputed(SMALL, step, Recomputation(granularity="selective", modules=("core_attn",)))
     assert by_precision(SMALL, core, PLANS["bf16"], scoped=scoped)["fp8"] == flops.Families()
-    whole = recomputed(SMALL, step, Recomputation(own=Recompute(a=True, m=True)))
-    again = by_precision(SMALL, whole, PLANS["bf16"], scoped=scoped)["fp8"]
-    assert again.total == Work(found["A"] + found["M"])
+    recomputing = recomputed(SMALL, step, Recomputation(own=Recompute(a=True, m=True)))
+    again = by_precision(SMALL, recomputing, PLANS["bf16"], scoped=scoped)["fp8"]
+    assert again.total == Work(by_letter["A"] + by_letter["M"])
 
 
 def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
@@ -241,15 +241,15 @@ def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
     numbers = [number for number, letter in enumerate(SMALL.layers, 1) if letter == "M"]
     step, parts = flops.step(SMALL, BATCH), mamba.projection_parts(SMALL)
     wide, narrow = (sum(part.rows for part in parts if part.exact is exact) for exact in (False, True))
-    each = 2 * step.tokens * SMALL.hidden_size * len(numbers)
+    per_row = 2 * step.tokens * SMALL.hidden_size * len(numbers)
     for gradient in (True, False):
-        found = by_precision(SMALL, step, PLANS["bf16"], projected=numbers, gradient=gradient)
-        assert reduce(add, found.values()) == step.families
-        assert found["fp8"].total == Work(each * wide, each * wide * (1 + gradient))
+        split = by_precision(SMALL, step, PLANS["bf16"], projected=numbers, gradient=gradient)
+        assert reduce(add, split.values()) == step.families
+        assert split["fp8"].total == Work(per_row * wide, per_row * wide * (1 + gradient))
     both = by_precision(SMALL, step, PLANS["bf16"], projected=numbers, scoped=numbers)
-    assert both["bf16"].mamba_projections == Work(each * narrow, 2 * each * narrow)
-    whole = recomputed(SMALL, step, Recomputation(own=Recompute(m=True)))
-    assert by_precision(SMALL, whole, PLANS["bf16"], projected=numbers)["fp8"].total == Work(each * wide)
+    assert both["bf16"].mamba_projections == Work(per_row * narrow, 2 * per_row * narrow)
+    recomputing = recomputed(SMALL, step, Recomputation(own=Recompute(m=True)))
+    assert by_precision(SMALL, recomputing, PLANS["bf16"], projected=numbers)["fp8"].total == Work(per_row * wide)
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
 )
 def test_products_of_mtp_in_fp8_are_those_of_two_matrices_at_every_depth(name: str, inner: int) -> None:
     step = flops.step(SMALL, BATCH)
-    found = by_precision(SMALL, step, PLANS["bf16"], predicted=[name])
-    assert reduce(add, found.values()) == step.families
+    split = by_precision(SMALL, step, PLANS["bf16"], predicted=[name])
+    assert reduce(add, split.values()) == step.families
     forward = 2 * step.tokens * SMALL.hidden_size * inner * 2 * SMALL.mtp.depth
-    assert found["fp8"].total == getattr(found["fp8"], name) == Work(forward, 2 * forward)
+    assert split["fp8"].total == getattr(split["fp8"], name) == Work(forward, 2 * forward)
     assert forward

@@ -1,4 +1,4 @@
-"""The count of the presets against one written here from their shapes alone: nothing of the package's arithmetic."""
+"""The FLOP count of each preset against one derived here from its shapes only, without the package's arithmetic."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_each_part_of_each_preset(name: str, sequence: int | None) -> None:
     shapes = SHAPES[name]
     length = shapes["seq"] if sequence is None else sequence
     trunk, depths = expected(shapes, length)
-    found = flops.step(preset(name), 3, seq_length=sequence)
-    for part, ours in ((trunk, found.trunk), *zip(depths, found.mtp, strict=True)):
+    step = flops.step(preset(name), 3, seq_length=sequence)
+    for part, counted in ((trunk, step.trunk), *zip(depths, step.mtp, strict=True)):
         wanted = {key: {"forward": 6 * forward, "backward": 6 * backward} for key, (forward, backward) in part.items()}
-        assert dataclasses.asdict(ours) == wanted
+        assert dataclasses.asdict(counted) == wanted
     total = sum(2 * sum(values) for part in (trunk, *depths) for values in part.values())
-    assert (found.tokens, found.total.training) == (3 * length, 3 * total)
+    assert (step.tokens, step.total.training) == (3 * length, 3 * total)

@@ -23,7 +23,7 @@ STEP = flops.step(SMALL, BATCH)
 
 
 class _NoModules:
-    """In place of the counter's book-keeping by module, whose hooks do not stand a checkpointed module of views."""
+    """Replaces the counter's per-module bookkeeping, whose hooks fail on a checkpointed module of views."""
 
     parents = frozenset({"Global"})
 
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, "full, and mtp again", "a, m and r", "core_attn and mlp"))
 def test_what_the_real_model_repeats(case: str, measure: Callable[..., int]) -> None:
-    """Beside what is counted, pairs that the masks of the repeated cores hide, and 4 rows of zeros in M's and R's input."""
+    """On top of the count: masked pairs of the repeated cores, and 4 rows of zeros in the input projections of M and R."""
     words, own = CASES[case]
     arguments = stock.parse(stock.words(SMALL, *words))
     how = Recomputation.of_run(arguments, Recompute(**dict.fromkeys(own, True)))

@@ -33,9 +33,9 @@ def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
     from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer_counts, parse_hybrid_pattern
 
     model = preset(name)
-    found = parse_hybrid_pattern(plan(model).text)
-    assert (found.mtp_pattern, found.mtp_num_depths) == (MTP_BLOCK, model.mtp.depth)
-    counts = get_hybrid_layer_counts(found.main_pattern)
+    parsed = parse_hybrid_pattern(plan(model).text)
+    assert (parsed.mtp_pattern, parsed.mtp_num_depths) == (MTP_BLOCK, model.mtp.depth)
+    counts = get_hybrid_layer_counts(parsed.main_pattern)
     assert [counts[symbol] for symbol in "MEG"] == [model.layers.count(letter) for letter in "MER"]
     assert counts["D"] == sum(role in ("F", "S") for role in model.roles)
     assert counts["+"] + counts["D"] == model.layers.count("A")
@@ -59,9 +59,9 @@ def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:
     ],
 )  # fmt: skip
 def test_a_contradiction_is_said_with_the_pattern_to_give(text: str | None) -> None:
-    (found,) = contradictions(TINY, text)
-    assert f"found {text!r}, expected '+EMEDEMEDEMG/+-'" in found
-    assert "--hybrid-layer-pattern '+EMEDEMEDEMG/+-'" in found
+    (problem,) = contradictions(TINY, text)
+    assert f"found {text!r}, expected '+EMEDEMEDEMG/+-'" in problem
+    assert "--hybrid-layer-pattern '+EMEDEMEDEMG/+-'" in problem
 
 
 def test_stages_are_no_contradiction() -> None:
@@ -95,8 +95,8 @@ def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
 
 
 def described(model: Model) -> SimpleNamespace:
-    asked = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
-    return SimpleNamespace(**asked, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
+    fields = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
+    return SimpleNamespace(**fields, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
 
 
 def test_every_mismatch_is_listed_at_once() -> None:
@@ -128,7 +128,7 @@ def test_what_a_spec_names(words: list[str] | None, named: str | None) -> None:
 
 @pytest.mark.parametrize(("script", "other"), [(GPT, HYBRID), (HYBRID, GPT)])
 def test_a_script_of_the_other_class_is_refused(script: str, other: str, tmp_path: Path) -> None:
-    """Told by the pattern, which Megatron itself misses, or ignores."""
+    """Detected by the pattern, which Megatron itself would miss or ignore."""
     named, instead = lowering.SCRIPTS[script], lowering.SCRIPTS[other]
     (tmp_path / named).touch()
     words = ["--hybrid-layer-pattern=+EM", *SPEC] if other == HYBRID else SPEC
@@ -143,6 +143,6 @@ def test_a_hybrid_launch_is_planned(script: str | None, tmp_path: Path) -> None:
     if script is not None:
         (tmp_path / script).touch()
         words.insert(0, str(tmp_path / script))
-    found = launch_plan.plan(words, device="cpu", environment={})
-    assert found.spec == ("megacpp_mcore", "nam56r_tiny")
-    assert found.has_own_spec
+    planned = launch_plan.plan(words, device="cpu", environment={})
+    assert planned.spec == ("megacpp_mcore", "nam56r_tiny")
+    assert planned.has_own_spec

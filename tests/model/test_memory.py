@@ -67,37 +67,37 @@ def test_the_count_of_a_rank_is_what_stock_builds(
     file = tmp_path / "megacpp.json"
     file.write_text(json.dumps({"model": name, "overrides": overrides}))
     monkeypatch.setenv(settings.VARIABLE, str(file))
-    found = []
+    counts = []
     for stage in range(layout.pipeline):
         with stock.one_rank(stage * (processes // layout.pipeline), processes, layout):
-            found.append(held(stock.build_on_meta(model, layout, processes)))
+            counts.append(held(stock.build_on_meta(model, layout, processes)))
     # Megatron's own layers, which are what a CPU has, cut the projections down to MLA's latents, too.
     mla, layers = model.mla, model.layers.count("A") + bool(model.mtp.depth)
     latents = layers * model.hidden_size * (mla.q_lora_rank + mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
-    dense, experts = max(found, key=sum)
+    dense, experts = max(counts, key=sum)
     assert memory.process_parameters(Run(model, layout)) == (dense + latents - latents // layout.tensor, experts)
 
 
 def test_muon_would_join_the_ranks_parts_of_what_is_cut_alone() -> None:
-    """It does so along ``partition_dim``, whatever else is said of a parameter (0.19.2, ``emerging_optimizers.py``)."""
+    """It does so along ``partition_dim``, regardless of other attributes (0.19.2, ``emerging_optimizers.py``)."""
     layout = Layout(tensor=2, sequence_parallel=True)
     with stock.one_rank(0, 2, layout):
         (chunk,) = stock.build_on_meta(preset("nam56r_tiny"), layout, 2)
     named = dict(chunk.named_parameters())
-    cut = {name for name, one in named.items() if getattr(one, "tensor_model_parallel", False)}
-    assert {name for name, one in named.items() if getattr(one, "partition_dim", -1) >= 0} == cut
-    uncut = [one for name, one in named.items() if "shared_experts" in name or "eh_proj" in name]
+    cut = {name for name, param in named.items() if getattr(param, "tensor_model_parallel", False)}
+    assert {name for name, param in named.items() if getattr(param, "partition_dim", -1) >= 0} == cut
+    uncut = [param for name, param in named.items() if "shared_experts" in name or "eh_proj" in name]
     assert uncut
-    assert all(one.partition_dim == -1 for one in uncut)
+    assert all(param.partition_dim == -1 for param in uncut)
 
 
 def states(
     model: Model, layout: Layout | None = None, processes: int = 1, precision: str = "bf16", **asked: bool | str
 ) -> memory.States:
     training = Training(processes=processes, precision=precision)
-    found = memory.states(Run(model, layout or Layout(), training, asked=asked))
-    assert found is not None
-    return found
+    needed = memory.states(Run(model, layout or Layout(), training, asked=asked))
+    assert needed is not None
+    return needed
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -158,11 +158,11 @@ def test_the_figures_of_the_documentation() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the GPU that torch sees."""
+    """Return a function that sets the GPU that torch sees."""
 
     def see(name: str, size: int) -> None:
-        found = SimpleNamespace(name=name, total_memory=size)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+        device = SimpleNamespace(name=name, total_memory=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
 
     return see
 

@@ -80,16 +80,16 @@ def test_refusals(text: str, character: str, position: int, says: str) -> None:
 
 @given(st.lists(letters, min_size=2, max_size=4), st.integers(1, 60))
 def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
-    staged, whole = parse("|".join(stages)), "".join(stages)
+    staged, text = parse("|".join(stages)), "".join(stages)
     assert staged.staged
-    assert staged.layers(len(whole)) == whole
-    if depth != len(whole):
-        with pytest.raises(PatternError, match=f"{len(whole)} layers.* {depth}"):
+    assert staged.layers(len(text)) == text
+    if depth != len(text):
+        with pytest.raises(PatternError, match=f"{len(text)} layers.* {depth}"):
             staged.layers(depth)
 
 
 def test_dsa_and_index_cache_of_nam56r(roles: tuple[str | None, ...]) -> None:
-    numbers = {role: [i for i, found in enumerate(roles, 1) if found == role] for role in "-FS"}
+    numbers = {role: [i for i, assigned in enumerate(roles, 1) if assigned == role] for role in "-FS"}
     assert numbers == {"-": [1, 17, 33, 49], "F": [5, 21, 37], "S": [9, 13, 25, 29, 41, 45]}
     assert source_layers(roles) == {9: 5, 13: 5, 25: 21, 29: 21, 41: 37, 45: 37}
 
@@ -119,9 +119,9 @@ def test_roles_follow_the_tiled_schedule_or_are_refused(text: str, schedule: str
         with pytest.raises(PatternError):
             attention_roles(text, schedule)
         return
-    found = attention_roles(text, schedule)
-    assert [role for role in found if role is not None] == list(tiled)
-    assert [letter == "A" for letter in text] == [role is not None for role in found]
+    assigned = attention_roles(text, schedule)
+    assert [role for role in assigned if role is not None] == list(tiled)
+    assert [letter == "A" for letter in text] == [role is not None for role in assigned]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_promotion_for_pipeline_layouts(
     roles: tuple[str | None, ...], pipeline: int, virtual: int, promoted: tuple[int, ...]
 ) -> None:
     chunks = uniform_chunks(52, pipeline, virtual)
-    schedule, found = promoted_schedule(roles, chunks)
-    assert found == promoted
+    schedule, moved = promoted_schedule(roles, chunks)
+    assert moved == promoted
     expected = ["F" if number in promoted else role for number, role in enumerate(roles, 1) if role]
     assert schedule == "".join(expected)
     if not promoted:

@@ -43,12 +43,12 @@ def test_the_precision_adds_the_file_and_leaves_out_graphs(model_class: str) -> 
     twin = RECIPES["nam56r_pretrain_8gpu_h200_bf16"]
     plain = dataclasses.replace(twin.run.training, cuda_graphs=False)
     eight_bit = dataclasses.replace(twin.run.training, precision="bf16_te_fp8_experts")
-    found = lower(Run(twin.model, twin.run.layout, eight_bit, model_class))
-    at = found.index(FILE[0])
-    assert found[at : at + 2] == FILE
-    assert (*found[:at], *found[at + 2 :]) == lower(Run(twin.model, twin.run.layout, plain, model_class))
-    assert "--fp8-format" not in found
-    assert {"--bf16", "--moe-grouped-gemm"} <= set(found)
+    words = lower(Run(twin.model, twin.run.layout, eight_bit, model_class))
+    at = words.index(FILE[0])
+    assert words[at : at + 2] == FILE
+    assert (*words[:at], *words[at + 2 :]) == lower(Run(twin.model, twin.run.layout, plain, model_class))
+    assert "--fp8-format" not in words
+    assert {"--bf16", "--moe-grouped-gemm"} <= set(words)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -145,10 +145,10 @@ def test_a_file_that_says_something_else(
     process: Path, tmp_path: Path, place: tuple[str, ...], change: dict[str, Any]
 ) -> None:
     content, file = _content(), tmp_path / "other.yaml"
-    found = reduce(getitem, place, content)
-    found |= change
-    for name in [name for name, value in found.items() if value is None]:
-        del found[name]
+    section = reduce(getitem, place, content)
+    section |= change
+    for name in [name for name, value in section.items() if value is None]:
+        del section[name]
     file.write_text(yaml.safe_dump(content))
     model = preset("nam56r_quarter")
     words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_te_fp8_experts")]
@@ -160,16 +160,16 @@ def test_a_file_that_says_something_else(
 def test_the_file_where_it_would_be_ignored(process: Path) -> None:
     model = preset("nam56r_tiny")
     config = stock.model_config([*stock.words(model), *FILE])
-    found = mismatches(model, [config.transformer, config])
-    assert [line.partition(":")[0] for line in found] == ["transformer_impl", "bf16", "moe_grouped_gemm"]
-    assert found[0].endswith("expected 'transformer_engine' with FP8 experts (--transformer-impl transformer_engine)")
+    lines = mismatches(model, [config.transformer, config])
+    assert [line.partition(":")[0] for line in lines] == ["transformer_impl", "bf16", "moe_grouped_gemm"]
+    assert lines[0].endswith("expected 'transformer_engine' with FP8 experts (--transformer-impl transformer_engine)")
 
 
 def test_a_model_without_experts_between_first_and_last_has_nothing_to_put_into_fp8(process: Path) -> None:
     model = with_overrides(preset("nam56r_tiny"), {"pattern": "AAME", "depth": 4, "dsa": {"schedule": "-"}})
     config = config_of([*words_of(model, "bf16"), *FILE])
-    (found,) = mismatches(model, [config.transformer, config])
-    assert found.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
+    (problem,) = mismatches(model, [config.transformer, config])
+    assert problem.startswith("quant_recipe: nam56r_tiny has no E layer between its first and last")
 
 
 def test_the_page_has_the_files_own_words() -> None:

@@ -20,8 +20,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, stock.one_process(Path(folder) / "store"):
         block = nam56r_tiny(stock.model_config(stock.words(preset("nam56r_tiny"))))
-    found = {"imported": nemo.__version__, "installed": metadata.version("nemo-toolkit")}
-    print("\n" + json.dumps({**found, "layers": len(block.layer_specs)}))
+    versions = {"imported": nemo.__version__, "installed": metadata.version("nemo-toolkit")}
+    print("\n" + json.dumps({**versions, "layers": len(block.layer_specs)}))
 
 
 if __name__ == "__main__":

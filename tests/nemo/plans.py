@@ -1,4 +1,4 @@
-"""Asks for submissions in one process, and makes none; prints what each would run, or why it is refused, and what was imported.
+"""Plans submissions in one process without submitting; prints each command or refusal, and which modules were imported.
 
 python -m tests.nemo.plans '[["RECIPE", "PYTHON", ["KEY=VALUE", …], null or ["Executor", {…}]], …]'       with nemo-run
 """

@@ -116,11 +116,11 @@ def test_what_is_submitted_and_what_is_refused(
     python = program(tmp_path, "python", JOB)
     names = {"PYTHON": str(python), "NEMO": str(nemo_run_python)}
     cases = [case for case, *_ in (*ACCEPTED, *REFUSED)]
-    asked = json.dumps([[name, names.get(word, word), *rest] for name, word, *rest in cases])
-    done = run(nemo_run_python, "-m", "tests.nemo.plans", asked, environment=environment, folder=ROOT)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["imported"] == []
-    accepted, refused = found["answers"][: len(ACCEPTED)], found["answers"][len(ACCEPTED) :]
+    requests = json.dumps([[name, names.get(word, word), *rest] for name, word, *rest in cases])
+    done = run(nemo_run_python, "-m", "tests.nemo.plans", requests, environment=environment, folder=ROOT)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["imported"] == []
+    accepted, refused = report["answers"][: len(ACCEPTED)], report["answers"][len(ACCEPTED) :]
     for (case, recipe, overrides), answer in zip(ACCEPTED, accepted, strict=True):
         words = answer["words"]
         assert (answer["recipe"], words[0]) == (recipe, names.get(case[1], case[1]))
@@ -140,7 +140,7 @@ def test_what_is_submitted_and_what_is_refused(
 def test_the_command_prints_and_submits_nothing(
     nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """With --dryrun the words of the job, without a question; an unknown recipe ends with status 1 before that."""
+    """--dryrun prints the job's command without prompting; an unknown recipe exits with status 1 before that."""
     python = program(tmp_path, "python", JOB)
     command = [nemo(nemo_run_python), "megacpp", "pretrain", f"python={python}", "--dryrun"]
     done = run(*command, f"recipe={TINY}", "train.train_iters=2", environment=environment, folder=tmp_path)
@@ -243,11 +243,11 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
     """The file and the commands of docs/extending.md, at small sizes and on the CPU."""
     checkout = os.environ.get("MEGATRON_LM")
     page = (ROOT / "docs" / "extending.md").read_text()
-    found = re.search(
+    blocks = re.search(
         r'^```yaml title="half_mamba.yaml"\n(.*?)^```.*?^```sh\n(.*?)^```', page, re.DOTALL | re.MULTILINE
     )
-    assert found is not None
-    content, commands = yaml.safe_load(found[1]), found[2].replace("train_iters=20", ON_CPU)
+    assert blocks is not None
+    content, commands = yaml.safe_load(blocks[1]), blocks[2].replace("train_iters=20", ON_CPU)
     content["overrides"] = SMALL | content["overrides"] | {name: SMALL[name] for name in ("hidden_size", "heads")}
     (tmp_path / "half_mamba.yaml").write_text(yaml.safe_dump(content))
     commands = re.sub(r".*pip install.*\n", "", commands)  # the package is on the path of this environment
@@ -270,10 +270,10 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
     assert len(of("wheel")) == 2
     # Bridge's loop counts the layers of experts by which it divides their losses in the log itself (the patch moe-metrics).
     trained = [
-        {name: one for name, one in step.items() if not name.endswith(("balancing_loss", "z_loss"))}
+        {name: value for name, value in step.items() if not name.endswith(("balancing_loss", "z_loss"))}
         for step in of("wheel")
     ]
-    assert [{name: one[name] for name in step} for one, step in zip(of("bridge"), trained, strict=True)] == trained
+    assert [{name: log[name] for name in step} for log, step in zip(of("bridge"), trained, strict=True)] == trained
     printed = [float(loss) for loss in re.findall(r"iteration +\d/ +2 \| consumed.* lm loss: (\S+)", done.stdout)]
     assert printed == pytest.approx(
         [step["lm loss"] for step in of("wheel")] * 2, rel=1e-6
@@ -285,12 +285,12 @@ def test_a_model_of_ones_own_trains_through_every_entry_point_from_one_file(
 
 def test_nemo_toolkit_3_beside_us(nemo_run_python: Path) -> None:
     """One process imports both and makes the layers; the environment of nemo-run only lends the toolkit's files."""
-    asked = [str(nemo_run_python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    command = [str(nemo_run_python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     done = run(
         sys.executable, "-W", "ignore", "-m", "tests.nemo.beside_toolkit", packages,
         environment=os.environ | {"PYTHONPATH": str(ROOT)}, folder=ROOT,
     )  # fmt: skip
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["imported"] == found["installed"] == "3.0.0"
-    assert found["layers"] == RECIPES[TINY].model.depth
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["imported"] == report["installed"] == "3.0.0"
+    assert report["layers"] == RECIPES[TINY].model.depth

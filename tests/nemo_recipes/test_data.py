@@ -40,10 +40,10 @@ def config(**dataset: Any) -> Any:
     ],
 )  # fmt: skip
 def test_each_way_to_name_them(dataset: dict[str, Any], words: str, prefixes: str) -> None:
-    found = data_words(config(**dataset))
+    arguments = data_words(config(**dataset))
     tokenizer = "--tokenizer-type NullTokenizer --vocab-size 260 --null-tokenizer-eod-id 256"
-    assert found == f"{words} --eval-iters 0 {tokenizer}".split()
-    assert dataset_prefixes(found) == prefixes.split()
+    assert arguments == f"{words} --eval-iters 0 {tokenizer}".split()
+    assert dataset_prefixes(arguments) == prefixes.split()
 
 
 def test_two_ways_at_once_are_refused() -> None:

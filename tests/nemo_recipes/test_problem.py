@@ -32,7 +32,7 @@ type Install = Callable[..., None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Pretends that these versions are installed beside :data:`GOOD` (None: not installed), and all modules but these."""
+    """Pretend that these versions are installed with :data:`GOOD` (None: not installed), and all modules but these."""
 
     def pretend(versions: dict[str, str | None] | None = None, *, without: tuple[str, ...] = ()) -> None:
         there = {**GOOD, **(versions or {})}
@@ -83,13 +83,13 @@ PROBLEMS = [
 @pytest.mark.parametrize(("versions", "says"), PROBLEMS)
 def test_each_problem_is_said_and_what_to_do(install: Install, versions: dict[str, str | None], says: str) -> None:
     install(versions)
-    found = bridge.problem()
-    assert found is not None
-    assert says in found
-    assert bridge.INSTALLATION in found
+    problem = bridge.problem()
+    assert problem is not None
+    assert says in problem
+    assert bridge.INSTALLATION in problem
     with pytest.raises(LaunchError) as refused:
         bridge.prepare()
-    assert str(refused.value) == found
+    assert str(refused.value) == problem
 
 
 def overridden(**sizes: object) -> list[str]:
@@ -127,13 +127,13 @@ def test_layout_and_training_plan_are_changed_in_the_words_of_the_command(monkey
         run.check_processes(chosen, chosen.run.layout)
     with raises(ModelError, "expert", "'two'"):
         run.run(TINY, ["expert=two"])
-    for ours, theirs in (
+    for setting, override in (
         ("expert=2", "model.expert_model_parallel_size"),
         ("learning_rate=1", "optimizer.lr"),
         ("train_iters=3", "train.train_iters"),
     ):
-        with raises(LaunchError, ours.partition("=")[0], theirs):
-            run.run(TINY, [ours, f"{theirs}=4"])
+        with raises(LaunchError, setting.partition("=")[0], override):
+            run.run(TINY, [setting, f"{override}=4"])
 
 
 @pytest.mark.parametrize(
@@ -266,18 +266,18 @@ def test_a_value_that_no_plan_has_is_named_as_bridge_names_it(value: float | Non
 def test_the_policy_reads_bridges_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     eight = RECIPES[EIGHT]
-    found = bridge_read.read(eight.run, described(eight, moe_shared_expert_overlap=True), 8)
-    how = found.execution
-    assert (found.device, found.processes, found.layout, found.replicas) == ("cuda", 8, Layout(), 8)
-    assert (found.precision, how.fp8, how.grad_bytes) == ("bf16", "e4m3", 2)
+    as_read = bridge_read.read(eight.run, described(eight, moe_shared_expert_overlap=True), 8)
+    how = as_read.execution
+    assert (as_read.device, as_read.processes, as_read.layout, as_read.replicas) == ("cuda", 8, Layout(), 8)
+    assert (as_read.precision, how.fp8, how.grad_bytes) == ("bf16", "e4m3", 2)
     assert (how.distributed_optimizer, how.overlap_grad_reduce, how.overlap_shared_expert) == (True, True, True)
     assert (how.cuda_graph_impl, how.cuda_graph_scope) == ("none", ())
-    assert found.model == eight.model
-    assert memory.states(found) == memory.states(dataclasses.replace(eight.run, asked={"grad_bytes": 2, **NARROW}))
+    assert as_read.model == eight.model
+    assert memory.states(as_read) == memory.states(dataclasses.replace(eight.run, asked={"grad_bytes": 2, **NARROW}))
     graphs = described(eight, cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", "mlp"])
     assert bridge_read.read(eight.run, graphs, 8).execution.cuda_graph_scope == ("attn", "mlp")
-    whole = bridge_read.read(eight.run, described(eight, cuda_graph_impl="local"), 8)
-    assert whole.execution.cuda_graph_scope == ("full",)
+    captured = bridge_read.read(eight.run, described(eight, cuda_graph_impl="local"), 8)
+    assert captured.execution.cuda_graph_scope == ("full",)
 
 
 @pytest.mark.usefixtures("_no_bridge")
@@ -286,16 +286,16 @@ def test_each_value_of_the_policy_has_its_source(monkeypatch: pytest.MonkeyPatch
     eight = RECIPES[EIGHT]
     overrides = ["model.recompute_granularity=full"]
     config = described(eight, recompute_granularity="full")
-    found = run.launch_policy(bridge_read.read(eight.run, config, 8), config, overrides, {"NCCL_DEBUG": "WARN"})
-    sources = {name: found.value(name).source for name in ("recompute", "precision", "CUDA graphs", "NCCL_P2P_DISABLE")}
+    setup = run.launch_policy(bridge_read.read(eight.run, config, 8), config, overrides, {"NCCL_DEBUG": "WARN"})
+    sources = {name: setup.value(name).source for name in ("recompute", "precision", "CUDA graphs", "NCCL_P2P_DISABLE")}
     assert sources == {
         "recompute": policy.USER,
         "precision": policy.RECIPE,
         "CUDA graphs": policy.DEFAULT,
         "NCCL_P2P_DISABLE": policy.RECIPE,
     }
-    assert (found.value("NCCL_DEBUG").value, found.value("NCCL_DEBUG").source) == ("WARN", policy.USER)
-    assert "the recipe asks for INFO, the environment has WARN" in found.value("NCCL_DEBUG").warning
-    assert found.environment()["NCCL_P2P_DISABLE"] == "1"
-    assert "NCCL_DEBUG" not in found.environment()
-    assert [one.name for one in found.overlaps if one.possible] == ["gradient reduce"]
+    assert (setup.value("NCCL_DEBUG").value, setup.value("NCCL_DEBUG").source) == ("WARN", policy.USER)
+    assert "the recipe asks for INFO, the environment has WARN" in setup.value("NCCL_DEBUG").warning
+    assert setup.environment()["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_DEBUG" not in setup.environment()
+    assert [overlap.name for overlap in setup.overlaps if overlap.possible] == ["gradient reduce"]

@@ -1,4 +1,4 @@
-"""The folder that a Bridge run saves in is its own, and what is in there is not overwritten."""
+"""A Bridge run claims its save folder and does not overwrite an existing checkpoint."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def config(save: Path | None, **checkpoint: Any) -> Any:
 def test_a_run_claims_its_folder_unless_it_would_overwrite_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / checkpoint_folder.TRACKER).write_text("6")
     try:
-        for given in ({}, {"load": str(tmp_path), "finetune": True}):
+        for options in ({}, {"load": str(tmp_path), "finetune": True}):
             with raises(CheckpointError, tmp_path, "iteration 6", f"--load {tmp_path}"):
-                claim_save_folder(config(tmp_path, **given))
+                claim_save_folder(config(tmp_path, **options))
         claim_save_folder(config(None))
         assert checkpoint_folder._claimed is None
         claim_save_folder(config(tmp_path, load=str(tmp_path)))
@@ -39,8 +39,8 @@ def test_a_run_claims_its_folder_unless_it_would_overwrite_a_checkpoint(tmp_path
 
 def test_another_users_checkpoint_is_said_to_need_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bridge's own loader unpickles what it finds."""
-    given = config(None, load=str(tmp_path))
-    assert doubt_about(given) is None
+    resuming = config(None, load=str(tmp_path))
+    assert doubt_about(resuming) is None
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     for named in ("load", "pretrained_checkpoint"):
         assert str(tmp_path) in str(doubt_about(config(None, **{named: str(tmp_path)})))

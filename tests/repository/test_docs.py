@@ -42,7 +42,7 @@ OTHERS = {
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of every command, without assignments before it and without what becomes of its output."""
+    """Yield the words of every command, without leading assignments and output redirections."""
     for line in "".join(blocks(page, "sh")).splitlines():
         words = shlex.split(re.split(r" \| | > | \|\| ", line)[0])
         yield list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_0-9]+=.*", word), words))
@@ -57,7 +57,7 @@ def test_every_command_is_one_that_its_program_takes(page: str) -> None:
             cli.parse(words)
         elif program == "make":
             subprocess.run(["make", "--silent", "--dry-run", "-C", str(ROOT), *words], check=True, capture_output=True)
-        elif program.startswith("$"):  # the Python of another environment, or a program beside it
+        elif program.startswith("$"):  # the Python of another environment, or a program installed with it
             named = {word for word in words if word in RECIPES} | {
                 name for word in words for name in RECIPES if word.startswith("recipe=") and name.startswith(word[7:])
             }
@@ -85,21 +85,21 @@ esac
 
 
 def expectations(page: str) -> dict[int, list[str]]:
-    """The lines of the ``text`` block that follows an ``sh`` block, by the number of the latter."""
-    found = {}
+    """Return the lines of each ``text`` block that follows an ``sh`` block, by the number of the ``sh`` block."""
+    outputs = {}
     for number, match in enumerate(re.finditer(r"^```sh\n.*?^```\n", page, re.DOTALL | re.MULTILINE)):
         output = re.match(r"\s*```text\n(.*?)^```", page[match.end() :], re.DOTALL | re.MULTILINE)
         if output is not None:
-            found[number] = output[1].splitlines()
-    return found
+            outputs[number] = output[1].splitlines()
+    return outputs
 
 
 def missing(expected: Sequence[str], printed: str) -> list[str]:
-    """The lines of ``expected`` that ``printed`` has not, in this order; ``…`` stands for anything."""
+    """Return the lines of ``expected`` that ``printed`` lacks, in order; ``…`` matches anything."""
     lines, absent = iter(printed.splitlines()), []
     for line in expected:
         pattern = re.compile(".*".join(re.escape(part) for part in line.split(ANYTHING)) + r"\s*")
-        if line.strip() not in ("", ANYTHING) and not any(pattern.fullmatch(one) for one in lines):
+        if line.strip() not in ("", ANYTHING) and not any(pattern.fullmatch(text) for text in lines):
             absent.append(line)
             lines = iter(())
     return absent
@@ -107,7 +107,7 @@ def missing(expected: Sequence[str], printed: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus that the pages make, made once."""
+    """The corpus that the pages build, built once."""
     folder = tmp_path_factory.mktemp("corpus") / "corpus"
     assert cli.main(["data", "corpus", "--output", str(folder)]) == 0
     return folder
@@ -177,7 +177,7 @@ def test_the_model_card_is_the_models(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The rows of the first table under a heading, head and rule left out."""
+    """Return the rows of the first table under a heading, without its header and separator."""
     section = re.split(r"^#+ ", page.partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
     first = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
     rows = [line.strip("| ").split(" | ") for line in itertools.takewhile(lambda line: line.startswith("|"), first)]
@@ -193,16 +193,16 @@ def test_the_groups_of_the_launch_page_are_those_of_the_file() -> None:
         "observability": plugin_config.Observability,
     }
     assert shown == {
-        f"{group}.{each.name}": str(yaml.safe_dump(each.default)).splitlines()[0]
+        f"{group}.{field.name}": str(yaml.safe_dump(field.default)).splitlines()[0]
         for group, kind in groups.items()
-        for each in dataclasses.fields(kind)
+        for field in dataclasses.fields(kind)
     } | {"max_documents": "null"}
     overlaps = {name for name, *_ in table(PAGES["launch.md"], "Overlap")}
-    assert overlaps == {one.name for one in policy.overlap_contract(Run(), None)}
+    assert overlaps == {overlap.name for overlap in policy.overlap_contract(Run(), None)}
 
 
 def rendered(node: ast.expr) -> str | None:
-    """A text of the code with ``…`` in the place of what is filled in."""
+    """Return a string of the code with ``…`` for each placeholder."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -214,9 +214,9 @@ def messages() -> Iterator[str]:
     folders = ("megacpp_mcore", "layer_specs", "patches", "nemo_recipes")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            found = rendered(node) if isinstance(node, ast.expr) else None
-            if found and " " in found:
-                yield found
+            message = rendered(node) if isinstance(node, ast.expr) else None
+            if message and " " in message:
+                yield message
 
 
 def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
@@ -224,9 +224,9 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
     quoted = [line.removeprefix("> ") for line in page.splitlines() if line.startswith("> ")]
     assert len(quoted) > 25
     assert len(set(quoted)) == len(quoted)
-    known = "\n".join(messages())
-    assert [message for message in quoted if message.rstrip(ANYTHING) not in known] == []
-    assert "a message that nobody wrote" not in known
+    written = "\n".join(messages())
+    assert [message for message in quoted if message.rstrip(ANYTHING) not in written] == []
+    assert "a message that nobody wrote" not in written
 
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
@@ -239,7 +239,7 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
             linked = folder / (file or name)
             assert linked.exists(), (name, target)
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
-            assert not anchor or anchor in {re.sub(r"[^\w]+", "-", one.lower()).strip("-") for one in headings}, target
+            assert not anchor or anchor in {re.sub(r"[^\w]+", "-", raw.lower()).strip("-") for raw in headings}, target
 
 
 def test_every_module_in_the_table_of_a_package_exists() -> None:
@@ -248,4 +248,4 @@ def test_every_module_in_the_table_of_a_package_exists() -> None:
     }
     assert sum(map(bool, tables.values())) > 3
     named = [file.with_name(name) for file, names in tables.items() for name in names]
-    assert [str(one) for one in named if not (one.with_suffix(".py").exists() or one.is_dir())] == []
+    assert [str(path) for path in named if not (path.with_suffix(".py").exists() or path.is_dir())] == []

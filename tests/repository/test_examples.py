@@ -36,9 +36,9 @@ def run(name: str, tmp_path: Path, **variables: str) -> str:
 
 
 def check_losses(printed: str) -> None:
-    found = STEPS.findall(printed)
-    assert [int(step) for step, _ in found] == [1, 2, 3]
-    assert float(found[-1][1]) < float(found[0][1])
+    steps = STEPS.findall(printed)
+    assert [int(step) for step, _ in steps] == [1, 2, 3]
+    assert float(steps[-1][1]) < float(steps[0][1])
 
 
 def test_every_shell_example_is_run_by_a_test() -> None:
@@ -67,8 +67,8 @@ def test_patch_only(tmp_path: Path) -> None:
     assert re.findall(r"patches: (.*)", printed) == ["dataset-helpers", "dataset-helpers, linear-cross-entropy"]
     stock, patched = (read_steps(tmp_path / "made here" / run) for run in ("stock", "patched"))
     assert len(stock) == 3
-    for one, other in zip(stock, patched, strict=True):
-        assert one.losses["lm loss"] == pytest.approx(other.losses["lm loss"], rel=1e-6)
+    for first, second in zip(stock, patched, strict=True):
+        assert first.losses["lm loss"] == pytest.approx(second.losses["lm loss"], rel=1e-6)
     assert stock[-1].losses["lm loss"] < stock[0].losses["lm loss"]
 
 

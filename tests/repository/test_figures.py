@@ -19,12 +19,12 @@ PERCENT = re.compile(
 
 
 def speeds_outside_of_tables(page: str) -> list[str]:
-    """The speeds of a page that no table of rows has."""
+    """Return the speeds of a page that appear in no table of rows."""
     return SPEED.findall(figures.BLOCK.sub("", re.sub(r"^```.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)))
 
 
 def differences_in_noise(page: str) -> list[str]:
-    """Statements of differences below the noise floor that do not say so."""
+    """Return statements of differences below the noise floor that do not say so."""
     sentences = re.split(r"(?<=[.:;])\s|\n\s*\n|^- |\n\|", page, flags=re.MULTILINE)
     return [
         one
@@ -75,7 +75,7 @@ def test_the_introduction_of_the_readme() -> None:
     assert [*speeds_mfu_hours.groups()] == [
         *first[1:3],
         *mfu,
-        *(f"{1e9 / one / 3600:.0f}" for one in (fastest, slowest)),
+        *(f"{1e9 / speed / 3600:.0f}" for speed in (fastest, slowest)),
     ]
 
 

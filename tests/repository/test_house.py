@@ -1,4 +1,4 @@
-"""What holds for the whole tree: words that must not occur, names that must not collide, imports that must not be."""
+"""Rules for the whole tree: forbidden words, name collisions and imports."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PATHS = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 def files(*suffixes: str) -> list[Path]:
     """Every file of the tree with one of these suffixes, each once (neither symlinks nor hidden folders are followed)."""
-    found = []
+    paths = []
     for folder, inner, names in os.walk(ROOT):
         inner[:] = [
             name for name in inner if name not in LEFT_OUT and not name.startswith(".") and "egg-info" not in name
         ]
-        found += [Path(folder, name) for name in names if Path(name).suffix in suffixes]
-    return [path for path in found if not path.is_symlink()]
+        paths += [Path(folder, name) for name in names if Path(name).suffix in suffixes]
+    return [path for path in paths if not path.is_symlink()]
 
 
 # What ruff has no rule for; each written in two parts, so that this file does not hold them.
@@ -87,7 +87,7 @@ def test_mounted_folders_are_symlinks_that_refuse_their_bare_name(folder: str) -
 
 
 def test_these_import_neither_torch_nor_megatron() -> None:
-    """What an error, a report or a printed command needs: one after the other, in one Python."""
+    """Import what an error, a report or a printed command needs, in one Python."""
     modules = [
         "errors", "model", "model.pattern", "model.hybrid", "model.flops", "settings", "arguments.lowering", "backends",
         "patches.machinery.registry", "policy", "observe.receipts", "observe.profile.table", "launch.launcher",

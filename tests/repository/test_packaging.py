@@ -81,11 +81,11 @@ def shown(site: Path, where: Path) -> Path:
 
 def sources() -> set[str]:
     """Every module of the package, by its path in an installation."""
-    found = set()
+    modules = set()
     for folder, inner, names in os.walk(ROOT / "megacpp_mcore", followlinks=True):
         inner[:] = [name for name in inner if name != "__pycache__"]
-        found |= {Path(folder, name).relative_to(ROOT).as_posix() for name in names if name.endswith(".py")}
-    return found
+        modules |= {Path(folder, name).relative_to(ROOT).as_posix() for name in names if name.endswith(".py")}
+    return modules
 
 
 def test_the_wheel_adds_one_package_with_every_module(wheel: Path, tmp_path: Path) -> None:
@@ -112,14 +112,14 @@ def test_the_metadata(wheel: Path) -> None:
     extras = "te ssm tokenizers data huggingface flash4 liger quack nemo demo dev report"
     assert set(metadata.get_all("Provides-Extra")) == set(extras.split())
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
-    hard = {one.name.lower(): one for one in requirements if one.marker is None}
+    hard = {entry.name.lower(): entry for entry in requirements if entry.marker is None}
     assert set(hard) == {"jinja2", "megatron-core", "numpy", "packaging", "psutil", "pyyaml", "torch"}
     for version, fits in (("0.18.4", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", True), ("0.21.0", False)):
         assert (version in hard["megatron-core"].specifier) is fits
     supported = (
         (ROOT / "README.md").read_text(encoding="utf-8").partition("## Supported versions")[2].partition("```")[0]
     )
-    pinned = {one.name: str(one.specifier).removeprefix("==") for one in requirements if one.marker is not None}
+    pinned = {entry.name: str(entry.specifier).removeprefix("==") for entry in requirements if entry.marker is not None}
     for name in ("flash-attn-4", "liger-kernel", "nemo-run", "quack-kernels"):
         assert pinned[name] in supported, name
     assert "| Megatron-Core | 0.19:" in supported
@@ -130,7 +130,7 @@ def test_the_metadata(wheel: Path) -> None:
         "2.15.0",
     ]
     impostors = {"apex", "deep-gemm", "deep_gemm", "megatron-bridge"}
-    assert impostors.isdisjoint(one.name.lower() for one in requirements)
+    assert impostors.isdisjoint(entry.name.lower() for entry in requirements)
 
 
 def test_the_sdist_holds_real_files(sdist: Path) -> None:
@@ -171,7 +171,7 @@ def test_git_archive_and_bare_pythonpath(repository: Path, tmp_path: Path) -> No
 
 
 def test_a_clone_without_symbolic_links_is_refused_by_name_and_mended_as_said(repository: Path) -> None:
-    """Where git writes no links, each is a file of one line; a wheel without three folders would be made of them."""
+    """If git cannot create symlinks, each is a one-line file, and the wheel would lack three folders."""
     call("git", "config", "core.symlinks", "false", cwd=repository)
     links = [repository / "megacpp_mcore" / name for name in MOUNTED]
     for link in links:
@@ -199,13 +199,13 @@ def test_locks_pin_everything_with_hashes_and_no_address() -> None:
             assert re.fullmatch(r"[^ ]+==[^ ]+( ;.*?)?( +--hash=sha256:[0-9a-f]{64})+ *", line), line
         pinned[name] = {line.partition(" ")[0].lower() for line in lines}
     assert {"torch==2.11.0", "megatron-core==0.19.2"} <= pinned["demo"]
-    assert not {one.partition("==")[0] for one in pinned["demo"]} & {one.partition("==")[0] for one in pinned["dev"]}
+    assert not {pin.partition("==")[0] for pin in pinned["demo"]} & {pin.partition("==")[0] for pin in pinned["dev"]}
     assert (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8").count("\n-r demo.txt\n") == 1
 
 
 @pytest.mark.exhaustive
 def test_the_environment_is_made_once_and_anew_when_half_made(tmp_path: Path) -> None:
-    """The real script, two callers at a time, with a lock file that asks for nothing (so that no network is needed)."""
+    """Run the real script from two callers at once, with an empty lock file (so that no network is needed)."""
     (tmp_path / "demo.txt").write_text("-r more.txt\n")
     (tmp_path / "dev.txt").write_text("-r demo.txt\n")
     shutil.copy(ROOT / "requirements" / "environment.py", tmp_path)
@@ -213,7 +213,7 @@ def test_the_environment_is_made_once_and_anew_when_half_made(tmp_path: Path) ->
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
 
     def both() -> tuple[Path, int]:
-        """The Python that both callers were told, and how many of them made the environment."""
+        """Return the Python that both callers got, and how many of them created the environment."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
         callers = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
         answers = [caller.communicate(timeout=240) for caller in callers]
@@ -233,7 +233,7 @@ def test_the_environment_is_made_once_and_anew_when_half_made(tmp_path: Path) ->
     assert "pip" in call(str(half_made / "bin" / "python"), "-m", "pip", "--version", cwd=tmp_path)
 
 
-# Builds a wheel of what is beside it, and writes into its sources, as setuptools does.
+# Builds a wheel of its folder and writes into the sources, as setuptools does.
 BACKEND = """
 import pathlib, zipfile
 def build_wheel(folder, settings=None, metadata=None):
@@ -250,16 +250,16 @@ def build_wheel(folder, settings=None, metadata=None):
 
 @pytest.mark.exhaustive
 def test_another_megatron_is_installed_before_the_packages_of_dev(script: Path) -> None:
-    """Anew where its sources have changed; nothing is written into them."""
+    """Rebuilt if its sources have changed; nothing is written into them."""
     tree = script.parent / "tree"
     (tree / "megatron" / "core").mkdir(parents=True)
     command = [sys.executable, str(script), "megatron", str(tree)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(script.parent / "cache"), "PIP_NO_INDEX": "1"}
 
-    def asked() -> subprocess.CompletedProcess[str]:
+    def make_environment() -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
-    assert f"{tree} is no Megatron-LM checkout: it has no pyproject.toml" in asked().stderr
+    assert f"{tree} is no Megatron-LM checkout: it has no pyproject.toml" in make_environment().stderr
     system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["megatron"]\n'
     for name, content in {
         "pyproject.toml": system,
@@ -271,7 +271,7 @@ def test_another_megatron_is_installed_before_the_packages_of_dev(script: Path) 
     pythons = []
     for number in (1, 1, 2):
         (tree / "megatron" / "core" / "__init__.py").write_text(f"number = {number}")
-        done = asked()
+        done = make_environment()
         assert done.returncode == 0, done.stderr
         pythons.append(done.stdout.strip())
         assert call(
@@ -311,14 +311,14 @@ runpy.run_path(sys.argv.pop(), run_name="__main__")
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The real script beside a lock file that asks for nothing, so that no network is needed."""
+    """The real script with an empty lock file, so that no network is needed."""
     (tmp_path / "demo.txt").write_text("# nothing\n")
     (tmp_path / "dev.txt").write_text("-r demo.txt\n")
     return Path(shutil.copy(ROOT / "requirements" / "environment.py", tmp_path))
 
 
 def message(*command: str, without: tuple[str, ...] = (), **variables: str) -> str:
-    """What a Python that fails says; it must have ended with status 1, with nothing on stdout and no traceback."""
+    """Return the message of a failing Python; expect status 1, nothing on stdout and no traceback."""
     environment = {name: value for name, value in os.environ.items() if name not in without} | variables
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, ""), done
@@ -328,21 +328,21 @@ def message(*command: str, without: tuple[str, ...] = (), **variables: str) -> s
 
 def test_a_python_without_ensurepip_is_not_blamed_on_pip(script: Path, tmp_path: Path) -> None:
     (tmp_path / "venv.py").write_text(VENV_WITHOUT_ENSUREPIP)
-    said = message(str(script), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert "No module named split_off_ensurepip" in said
+    output = message(str(script), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert "No module named split_off_ensurepip" in output
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert f"install python{version}-venv (Debian, Ubuntu), or say make BASE_PYTHON=" in said
-    assert "pip ended with" not in said
+    assert f"install python{version}-venv (Debian, Ubuntu), or say make BASE_PYTHON=" in output
+    assert "pip ended with" not in output
     assert list((tmp_path / "cache").glob("*/venv-*/finished")) == []
 
 
 def test_a_home_that_is_no_folder(script: Path) -> None:
-    said = message(str(script), without=("XDG_CACHE_HOME",), HOME="/dev/null")
-    assert said.startswith("/dev/null/.cache/megacpp-mcore cannot be written to (")
-    assert said.endswith("; set XDG_CACHE_HOME to a writable folder\n")
+    output = message(str(script), without=("XDG_CACHE_HOME",), HOME="/dev/null")
+    assert output.startswith("/dev/null/.cache/megacpp-mcore cannot be written to (")
+    assert output.endswith("; set XDG_CACHE_HOME to a writable folder\n")
 
 
 def test_no_room_for_the_environment(script: Path, tmp_path: Path) -> None:
-    said = message("-c", WITHOUT_ROOM, str(script), XDG_CACHE_HOME=str(tmp_path))
-    assert re.search(rf"^{tmp_path}/megacpp-mcore/venv-\w+ cannot be made \(.*File too large", said, re.MULTILINE)
-    assert said.endswith("; make room there, or set XDG_CACHE_HOME to another writable folder\n")
+    output = message("-c", WITHOUT_ROOM, str(script), XDG_CACHE_HOME=str(tmp_path))
+    assert re.search(rf"^{tmp_path}/megacpp-mcore/venv-\w+ cannot be made \(.*File too large", output, re.MULTILINE)
+    assert output.endswith("; make room there, or set XDG_CACHE_HOME to another writable folder\n")

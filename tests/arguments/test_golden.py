@@ -1,6 +1,6 @@
 """Digests of what recipes and layouts are lowered to, and of the launch policies of these runs: they change only on purpose.
 
-``python -m tests.arguments.test_golden`` prints the file anew; ``… FOLDER`` writes the texts there, to be compared.
+``python -m tests.arguments.test_golden`` prints the file; ``… FOLDER`` writes the texts to FOLDER for comparison.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RUNS: dict[str, list[str]] = {
 
 
 def texts(folder: Path, *, brief: bool = True) -> dict[str, str]:
-    """The arguments of each run, one a line, and its launch policy on GPUs or the CPU."""
+    """Return each run's arguments, one per line, and its launch policy on GPUs or the CPU."""
     golden = {}
     for name, words in RUNS.items():
         recipe = RECIPES.get(words[0])

@@ -27,13 +27,13 @@ NOT_THE_MODELS = Path(__file__).parents[1] / "golden" / "fields_not_the_models.t
 
 
 def matching(model: Model) -> SimpleNamespace:
-    """A configuration that holds what ``model`` asks for."""
+    """Return a configuration that matches ``model``."""
     fields = {argument.field: argument.expected for argument in model_arguments(model)}
     return SimpleNamespace(**fields, vocab_size=model.vocab_size)
 
 
 def other(value: Any) -> Any:
-    """Another value of the kind of ``value``."""
+    """Return another value of the kind of ``value``."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, list):
@@ -230,7 +230,7 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
 
 
 def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
-    """The flags of a run that change its speed alone."""
+    """Return the flags of a run that change only its speed."""
     named = {
         word for flag in FEATURES for on in (True, False) for word in words_of(flag.field, on) if word.startswith("--")
     }

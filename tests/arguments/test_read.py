@@ -24,7 +24,7 @@ DATA = ("--data-path", "corpus", "--split", "100,0,0")
 
 
 def described(run: Run) -> Run:
-    """``run`` as its command line describes it, which names a preset by its spec."""
+    """Return ``run`` as read back from its command line, where the spec names a preset."""
     model = run.model if run.model not in PRESETS.values() else None
     return read(lower(run), device=run.device, processes=run.training.processes, model=model)
 
@@ -84,7 +84,7 @@ def drawn(seed: int) -> Run:
 
 
 def wanted(draw: random.Random, run: Run) -> dict[str, Any]:
-    """Some fields of an execution, other than usual."""
+    """Draw some execution fields with values other than the defaults."""
     values: dict[str, Any] = {
         **{name: not field.default for name, field in FIELDS.items() if "words" in field.metadata},
         "moe_dispatcher": "flex", "bucket_elements": 5, "num_buckets": 3, "log_interval": 4, "fp8": "e4m3",

@@ -49,7 +49,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shell(script: str, folder: Path, **variables: str) -> dict[str, Any]:
-    """What ``torchrun`` or ``megacpp-mcore`` is told when bash runs ``script``; srun runs what follows its options."""
+    """Return the call that ``torchrun`` or ``megacpp-mcore`` gets when bash runs ``script``; srun runs its own arguments."""
     tools = folder / "tools"
     tools.mkdir()
     for name in ("torchrun", "megacpp-mcore"):

@@ -29,7 +29,7 @@ from tests.errors import raises
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process that has warned of nothing, tried nothing and disables nothing."""
+    """Reset warnings, probes and disabled backends as in a new process."""
     monkeypatch.delenv(probes.DISABLE_TE, raising=False)
     cached = probes._probed, probes.triton_release, dispatching._warn_once
     for cache in cached:
@@ -84,7 +84,7 @@ def test_kernels_for_other_gpus_are_left_to_requests_by_name(monkeypatch: pytest
 
 @pytest.mark.parametrize("release", [*versions.TRITON, "3.10"])
 def test_kernels_are_taken_with_the_triton_that_compiles_them(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ``auto`` where they spill nothing, by name where they compile at all."""
+    """By ``auto`` where they do not spill registers, by name wherever they compile."""
     triton = ModuleType("triton")
     triton.__version__ = f"{release}.1"  # type: ignore[attr-defined]
     target = SimpleNamespace(get_current_target=lambda: "an H200")
@@ -224,10 +224,10 @@ def test_mapping_and_argument() -> None:
 
 
 def test_a_better_one_is_taken_in_place_of_autos_only() -> None:
-    def one(name: str, auto: bool = True) -> Candidate:
+    def kernel(name: str, auto: bool = True) -> Candidate:
         return Candidate(name=name, op="mla", speed=Speed.KERNEL, load=lambda: abs, auto=auto)
 
-    many = [one("plain"), one("better", auto=False), one("other")]
+    many = [kernel("plain"), kernel("better", auto=False), kernel("other")]
     for requests, better, runs, requested in (
         ({}, "better", "better", "auto"),
         ({}, None, "plain", "auto"),
@@ -368,7 +368,7 @@ def test_support_of_several_needs_and_of_an_unknown_one() -> None:
 def test_ops_have_kernels_where_they_can(
     monkeypatch: pytest.MonkeyPatch, op: str, needs: dict[str, Any], name: str, function: str
 ) -> None:
-    """The kernel's function, or why it is the reference's."""
+    """Check the kernel's function, or the reason for running the reference."""
     pytest.importorskip("triton")
     working = {name: lambda: ProbeResult(True) for name in (probes.CUDA, probes.TRITON, probes.TRANSFORMER_ENGINE)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
@@ -395,7 +395,7 @@ FP8 = {"feed_forward": {"hidden": 3584, "ffn": 18944}, "mamba3_projection": {"hi
     ],
 )  # fmt: skip
 def test_fp8_by_name_refuses_by_name(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a rank, as of tensor parallelism that does not divide them, among them; and a GPU that is not a Hopper."""
+    """Includes a rank's rows that tensor parallelism does not divide evenly, and a GPU that is not Hopper."""
     monkeypatch.setattr(probes, "requirement", lambda name: ProbeResult(True))
     needs, (first, second) = {"device": "cuda", "dtype": "torch.bfloat16", "capturable": True} | FP8[op], FP8[op]
     for capability, changed, why in (
@@ -488,7 +488,7 @@ def test_the_table_has_every_candidate_and_its_data(capsys: pytest.CaptureFixtur
 
 
 def test_a_norm_of_mamba_ssm_is_no_fall_back() -> None:
-    """Megatron's Mamba-2 has its gated norm from there, whatever ``--transformer-impl`` is; another norm can fall back."""
+    """Megatron's Mamba-2 takes its gated norm from there for every ``--transformer-impl``; other norms can fall back."""
     layer, names = torch.nn.Module(), ("torch_norm.WrappedTorchNorm", "mamba_mixer.ExtendedRMSNorm")
     layer.layer_number, layer.config = 3, SimpleNamespace(transformer_impl="transformer_engine")
     bases = (

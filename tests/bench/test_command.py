@@ -35,7 +35,7 @@ OTHER = str(ROOT / "experiments" / "results" / "train_h200.csv")
 
 def test_every_op_and_every_kind_of_layer_has_a_benchmark() -> None:
     ops = {entry.covers for entry in BENCHMARKS.values() if entry.kind == OP}
-    assert {candidate.op for candidate in own_candidates()} <= ops | {EXPERTS}  # whose rows are those of the E layer
+    assert {candidate.op for candidate in own_candidates()} <= ops | {EXPERTS}  # their rows are the E layer's
     packages = {path.name for path in (ROOT / "megacpp_mcore" / "ops").iterdir() if (path / "reference.py").exists()}
     assert packages <= ops | {"grouped_fp8"}  # which no layer uses: `doctor` calls it
     model = preset("nam56r")
@@ -145,7 +145,7 @@ OURS_WAS = "layer_a_full / forward / ours, which was ours (mla sdpa)"
                 {"parity": "not checked"},
             )
         ),
-        # A layer is compared with what it was; of an op a bracket is part of the name.
+        # A layer is compared with its own earlier row; for an op, the bracket is part of the name.
         ([row(**ON_SDPA)], [row(**FELL_BACK, ms="9.0")], [f"{OURS_WAS}: 2 → 9 ms (4.50x): slower"], []),
         ([row(**ON_SDPA)], [row(**FELL_BACK)], [], [f"{OURS_WAS}: 2 → 2 ms (1.00x): as before"]),
         (

@@ -28,8 +28,8 @@ SAME = ("shape", "dtype", "device", "commit")
 Columns = Mapping[str, str]
 
 
-def _rows(op: str, mine: str, theirs: str = "reference", work: str = "forward+backward") -> tuple[Columns, Columns]:
-    first, second = ({"benchmark": op, "work": work, "variant": variant} for variant in (mine, theirs))
+def _rows(op: str, variant: str, other: str = "reference", work: str = "forward+backward") -> tuple[Columns, Columns]:
+    first, second = ({"benchmark": op, "work": work, "variant": name} for name in (variant, other))
     return first, second
 
 
@@ -72,7 +72,7 @@ POLICIES: Mapping[tuple[str, str], str] = {
 
 
 def _committed() -> list[dict[str, str]]:
-    """The rows, those of the run with FlashAttention-4 last."""
+    """Return the rows, with those of the FlashAttention-4 run last."""
     texts = ((RESULTS / f"{name}.csv").read_text(encoding="utf-8") for name in ("bench_h200", "bench_flash4_h200"))
     return [row for text in texts for row in csv.DictReader(text.splitlines())]
 
@@ -116,11 +116,11 @@ def test_whole_rows_and_windows_go_to_what_is_faster_at_them(rows: str, faster: 
 
 @pytest.mark.parametrize("which", EVIDENCE)
 def test_the_rows_say_that_it_is_the_better_one(which: tuple[str, str]) -> None:
-    """The last of it, and the other of the same run on one GPU, both with a right result; by more than equal runs part."""
+    """Its last row beats the other backend's of the same run on one GPU, both correct, by more than the noise floor."""
     rows = _committed()
     ours, others = ([row for row in rows if columns.items() <= row.items()] for columns in EVIDENCE[which])
-    mine = ours[-1]
-    theirs = [row for row in others if all(row[name] == mine[name] != "" for name in SAME)][-1]
-    assert mine["device"].startswith("NVIDIA")
-    assert mine["parity"] == theirs["parity"] == GREEN
-    assert 1 + NOISE < float(theirs["ms"]) / float(mine["ms"]) < math.inf
+    latest = ours[-1]
+    other = [row for row in others if all(row[name] == latest[name] != "" for name in SAME)][-1]
+    assert latest["device"].startswith("NVIDIA")
+    assert latest["parity"] == other["parity"] == GREEN
+    assert 1 + NOISE < float(other["ms"]) / float(latest["ms"]) < math.inf

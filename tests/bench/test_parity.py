@@ -1,4 +1,4 @@
-"""The gate of ``bench``: what computes the wrong thing gets no time and no speed-up."""
+"""The parity gate of ``bench``: a wrong result gets no time and no speed-up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(name: str) -> Outcome:
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any]) -> None:
-    """A backend of ``m2rnn`` called ``injected`` that ``auto`` prefers."""
+    """Register ``fn`` as the ``m2rnn`` backend ``injected``, which ``auto`` prefers."""
     candidates = backends.own_candidates()
     ours = Candidate(name="injected", op="m2rnn", speed=Speed.KERNEL, load=lambda: fn)
     for module in (backends, backends.candidates, layers_benchmark):
@@ -108,7 +108,7 @@ def test_a_layer_is_checked_with_its_op_and_on_references_claims_nothing(monkeyp
 
 
 def times(factor: float, name: str, side: str, **more: Any) -> Variant:
-    """Twice a tensor of 6 rows, or another multiple, which is wrong."""
+    """Return a variant that multiplies a tensor of 6 rows by ``factor``; only 2 is right."""
     return Variant.of(name, side, lambda inputs: factor * inputs.leaves["x"], **more)
 
 
@@ -127,7 +127,7 @@ def problem(*variants: Variant, stock: str = "") -> Problem:
 
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Runs a made-up problem of these variants."""
+    """Return a function that runs an artificial problem with the given variants."""
 
     def measured(*variants: Variant, stock: str = "") -> Outcome:
         monkeypatch.setattr(measure, "load", lambda benchmark, options: problem(*variants, stock=stock))
@@ -222,7 +222,7 @@ class Stops(torch.autograd.Function):
 
 
 def stops(side: str, error: Exception) -> Variant:
-    """Its backward pass raises."""
+    """Return a variant that raises in its backward pass."""
     return Variant.of("stops", side, lambda inputs: Stops.apply(inputs.leaves["x"], error))
 
 
@@ -264,7 +264,7 @@ def test_the_judge_of_the_selection_refuses_what_is_wrong(change: str) -> None:
 
 
 def test_tilelang_is_called_through_stock_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock's own choice of a backend, with our reference in place of its kernels."""
+    """Stock chooses the backend; our reference replaces its kernels."""
     from megatron.core.transformer.experimental_attention_variant import dsa_tilelang_kernels
 
     def attend(q: Any, key: Any, index: Any, scale: float, value_dim: int, length: Any, factor: float = 1.0) -> Any:

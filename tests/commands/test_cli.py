@@ -97,8 +97,8 @@ def work():
 """
 
 
-def said(words: list[str]) -> list[str]:
-    """The warnings that a command shows."""
+def warned(words: list[str]) -> list[str]:
+    """Return the warnings that a command shows."""
     caught: list[warnings.WarningMessage] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -113,7 +113,7 @@ def said(words: list[str]) -> list[str]:
 def test_a_command_leaves_out_what_others_warn_of_and_a_training_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trains: bool
 ) -> None:
-    """A package of others warns on import, is warned of, and warns when it works."""
+    """A third-party package warns when it is compiled, imported and used."""
     name = "noisy_package_of_others"
     (tmp_path / f"{name}.py").write_text(NOISY)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -125,7 +125,7 @@ def test_a_command_leaves_out_what_others_warn_of_and_a_training_shows_it(
         return 0
 
     monkeypatch.setattr(*((launcher, "launch") if trains else (doctor, "run")), run)
-    shown = said(["launch", "--", "--num-layers", "2"] if trains else ["doctor"])
+    shown = warned(["launch", "--", "--num-layers", "2"] if trains else ["doctor"])
     logged = ["no runtime is found"] if trains else []
     if trains:
         assert "invalid escape sequence" in shown.pop(0)

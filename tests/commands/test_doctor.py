@@ -1,4 +1,4 @@
-"""The doctor, on packages that are made up for it: each fault is named and nothing of it is believed unseen."""
+"""The doctor on fake packages: it names every fault and checks every claim."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_a_megatron_is_judged_by_its_sources(
 def step_after(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *findings: Finding, **options: Any
 ) -> tuple[int, str]:
-    """The status and the last lines of the report, of a doctor that found nothing but these."""
+    """Return the status and the last lines of the report of a doctor with these findings."""
     monkeypatch.setattr(doctor, "examine", lambda **_: list(findings))
     status = doctor.run(
         SimpleNamespace(**{"backends": False, "json": False, "time_limit": 60.0, "step": True} | options)

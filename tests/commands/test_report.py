@@ -1,4 +1,4 @@
-"""`report`: what a word of its command line may name, and what is said where it names something else."""
+"""`report`: what its arguments may name, and the messages for anything else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECEIPT = Path(__file__).parents[2] / "examples" / "receipts" / "nam56r_quarter_
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """A folder of checkpoints with what was recorded of their run beside them."""
+    """A folder with checkpoints and the record of their run."""
     write_start(tmp_path / "checkpoints" / "observe", 1, 0, at(3, {"startup": 3}, how="finished"))
     return tmp_path / "checkpoints"
 
@@ -48,7 +48,7 @@ def test_goodput_needs_the_whole_run(checkpoints: Path, capsys: pytest.CaptureFi
 
 
 def of_ranks(run: Path, silent_s: Mapping[int, float], ended: tuple[int, ...] = (), beat_s: float = 1.0) -> Path:
-    """A run's folder, as ranks leave it that gave their last sign of life so many seconds ago."""
+    """Write the folder of a run whose ranks sent their last heartbeat that many seconds ago."""
     for rank, seconds in silent_s.items():
         last = at(time.time() - seconds, {}, **({"how": FINISHED} if rank in ended else {}))
         write_start(run, 1, rank, last, began=0, world_size=len(silent_s), heartbeat_s=beat_s)

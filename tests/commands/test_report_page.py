@@ -47,7 +47,7 @@ def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Row:
-    """A row of a table in a part of the page; ``off``: its class says that it is not as asked for."""
+    """A table row in a part of the page; ``off``: its class marks it as deviating from the request."""
 
     part: str
     off: bool
@@ -94,7 +94,7 @@ class Reader(HTMLParser):
 
 
 def check_self_contained(text: str) -> Reader:
-    """Nothing in the page can be fetched, and nothing can run."""
+    """Check that the page fetches nothing and runs no script."""
     dom = Reader(text)
     assert not {name for name, _ in dom.attributes} & {"src", "href", "srcset", "data", "action", "onload", "onclick"}
     for word in ("http:", "https:", "<script", "url(", "@import", "//", "href="):
@@ -141,7 +141,7 @@ LOOKS = """({
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_part_is_painted(killed: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    """Every part has its own room in the window and something in it; nothing is fetched, nothing complains."""
+    """Every part has its own space in the window and is not blank; nothing is fetched and there are no errors."""
     looks, picture = browser.show(page.html(killed), tmp_path, LOOKS, width=width, dark=dark)
     assert looks["widths"] == [width, width]
     assert (looks["paper"] == "rgb(19, 21, 24)") == dark
@@ -157,7 +157,7 @@ NASTY = "</style><script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
 
 
 def poisoned(value: Any) -> Any:
-    """Every text of a receipt with markup behind it, and every key of a map that is free."""
+    """Return ``value`` with markup appended to every text."""
     if isinstance(value, str):
         return value + NASTY
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The corpus of C and C++ out of archives that are there already."""
+"""The C and C++ corpus, built from existing archives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def texts(path: Path) -> dict[str, str]:
 
 def test_each_text_is_in_one_part(tmp_path: Path, rows: list[dict[str, str]]) -> None:
     count = code_corpus.build(rows, tmp_path)
-    # What differs in blanks alone is in the first part that has it, which is the training one.
+    # Texts that differ only in whitespace go to the first split that has them: training.
     assert texts(tmp_path / "train.jsonl") == {"shared.h": "int shared;", "main.cu": "// ümläut\n"}
     assert texts(tmp_path / "heldout.jsonl") == {"held/own.HPP": "int own;"}
     assert {what: total["files"] for what, total in count.items()} == {

@@ -299,7 +299,7 @@ def test_more_gpus_than_are_visible_are_refused(
 
 
 def test_a_megatron_has_a_row_of_what_compat_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the one that is installed; a part that fails fails the script."""
+    """For the installed one; a failing part fails the script."""
     output = tmp_path / "rows.csv"
     monkeypatch.setattr(sys, "argv", ["megatrons", "this", "--parts", "compat", "--output", str(output)])
     assert megatrons.main() == 0

@@ -55,7 +55,7 @@ def test_a_dataset_has_a_document_a_row(tmp_path: Path) -> None:
 
 
 def test_answers_are_counted_by_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked is a model that knows what last followed a token, if that is at most 100 tokens before."""
+    """The model predicts the token that last followed the current one, within 100 tokens."""
 
     class Model(torch.nn.Linear):
         def forward(self, tokens_1L: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

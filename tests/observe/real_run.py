@@ -44,7 +44,7 @@ def start(run: Path, data: Path, steps: int, *extra: str, fate: str = "", **more
 
 
 def end_in_step_4() -> None:
-    """Let Megatron's ``train_step`` raise an error in step 4, or be killed, if that is the fate."""
+    """Make Megatron's ``train_step`` raise an error or be killed in step 4, depending on ``fate``."""
     from megatron.training import get_args, training
 
     stock = training.train_step
@@ -107,7 +107,7 @@ class Writers(Listener):
 
 
 def add_better_backend() -> None:
-    """Let mamba3 have a backend that is fast and cannot run here."""
+    """Register a fast mamba3 backend that cannot run here."""
     own = candidates.own_candidates
     wide = backends.Support(dims={"head_dim": backends.Dim(multiple_of=1024)})
     kernel = backends.Candidate(

@@ -23,7 +23,7 @@ TOKENS = 1024
 
 
 def file_of(run: Path, number: int = 1, rank: int = 0) -> Path:
-    """The file of a rank in start ``number``."""
+    """Return the path of a rank's file in start ``number``."""
     return run / f"start_{number}" / f"rank_{rank:05d}.jsonl"
 
 
@@ -36,7 +36,7 @@ def write_start(
     world_size: int = 1,
     heartbeat_s: float = 1.0,
 ) -> Path:
-    """What one process writes; ``began`` in seconds."""
+    """Write the file of one process; ``began`` in seconds."""
     first = {"began": round(began * SECOND), "rank": rank, "world_size": world_size, "host": "h", "pid": 1}
     path = file_of(run, number, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,24 +45,24 @@ def write_start(
 
 
 def append(path: Path, *lines: dict[str, Any]) -> None:
-    """Further lines."""
+    """Append lines."""
     with path.open("a") as stream:
         stream.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def at(second: float, phases: dict[str, float] | None = None, **more: Any) -> dict[str, Any]:
-    """A line at a second, with seconds by phase."""
+    """Return a line at the given second, with seconds by phase."""
     spent = {} if phases is None else {"phases": {name: round(value * SECOND) for name, value in phases.items()}}
     return {"at": round(second * SECOND), **spent, **more}
 
 
 def stepped(second: float, number: int, seconds: float = 1.0, resumed_at: int = 0, **phases: float) -> dict[str, Any]:
-    """The line of a step of ``seconds``, without losses."""
+    """Return the line of a step that took ``seconds``, without losses."""
     return at(second, {"step": seconds, **phases}, step=number, resumed_at=resumed_at)
 
 
 def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
-    """The same as the last rank writes it."""
+    """Return the line as the last rank writes it, with losses."""
     return line | {
         "time_s": 0.0, "tokens": line["step"] * TOKENS, "losses": {"lm loss": loss}, "grad_norm": 1.0, "learning_rate": 1e-3,
         "skipped": False,
@@ -72,12 +72,12 @@ def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
 def a_step(
     number: int, *, resumed_at: int = 0, tokens: int | None = None, loss: float = 2.0, skipped: bool = False
 ) -> Step:
-    """A step as listeners get it; ``tokens`` since step 0."""
+    """Return a step as listeners get it; ``tokens`` since step 0."""
     trained = number * TOKENS if tokens is None else tokens
     return Step(number, resumed_at, 0.0, trained, {"lm loss": loss}, 1.0, 1e-3, skipped)
 
 
 def receipt_writer(log: Log, **more: Any) -> receipts.ReceiptWriter:
-    """What writes the receipt of a run of this process, without experts or indexers unless ``more`` names them."""
+    """Return the receipt writer of this process's run, without experts or indexers unless ``more`` names them."""
     others = {"routes": Routing(), "indices": IndexOverlap(), "loop": Loop()}
     return receipts.ReceiptWriter(log, settings=None, launched=LAUNCHED, **others | more)

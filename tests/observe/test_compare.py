@@ -48,7 +48,7 @@ def rate(tokens_per_s: float, **changes: Any) -> Changes:
 
 
 def receipt(**changes: Any) -> dict[str, Any]:
-    """A valid receipt of a dense model with all that the checklist asks for; ``changes`` by path, ``__`` for a dot."""
+    """Return a valid receipt of a dense model with every field of the checklist; ``changes`` by path, ``__`` for a dot."""
     values: dict[str, Any] = {
         "schema": fields.SCHEMA, "status": "finished", "written_at": "", "ranks.found": [0], "ranks.expected": 1,
         "notes": [], "disqualifiers": [], "unjudged": [], "environment": {}, "pattern": "AEMR", "model.layers": "AEMR",
@@ -120,7 +120,7 @@ def test_every_field_of_a_line_refuses_the_claim_unless_its_line_is_declared(key
             "0.62x tokens/s, 1.10x peak allocated memory, the price of experimental_taxes: A has none, B has "
             "anomaly_detection, last loss 3.2500 in A, 3.5000 in B",
         ),
-        # memory of one kind, and not where a profiler was in one run alone
+        # memory only of the same kind, and not if only one run was profiled
         ({}, {**PROFILED, "memory__allocated_peak_bytes": 1700}, f"{SAME_SPEED}, memory not compared: only B was profiled"),
         (PROFILED, {}, f"{SAME_SPEED}, memory not compared: only A was profiled"),
         (PROFILED, {**PROFILED, "recompute": "none"}, SAME),
@@ -158,7 +158,7 @@ def test_a_claim(first: Changes, second: Changes, claim: str) -> None:
             {}, {"model__definition": preset("nam56r_tiny").record() | {"hidden_size": 256}},
             ["same pattern? pattern: A has definition hidden_size 128, B has definition hidden_size 256"],
         ),
-        # one of them alone carries no claim
+        # neither receipt supports a claim by itself
         (
             {}, {"step_time__n": 29, "throughput__tokens_per_s": None, "status": "running"},
             [

@@ -1,4 +1,4 @@
-"""Damaged files of ranks and damaged receipts: each command names the damage or does without, and none ends in a traceback."""
+"""Damaged rank files and receipts: each command names the damage or skips it, and none ends in a traceback."""
 
 from __future__ import annotations
 

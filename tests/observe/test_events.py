@@ -46,7 +46,7 @@ assert "torch" not in sys.modules
 
 
 def start_recorder(run: Path) -> subprocess.Popen[str]:
-    """It records until its input is closed."""
+    """Start a process that records until its input is closed."""
     return subprocess.Popen(
         [sys.executable, "-c", RECORDER, str(run)],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -55,7 +55,7 @@ def start_recorder(run: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("times", exhaustive_but([6, 20], 6))
 def test_a_process_killed_at_any_moment_leaves_all_but_the_line_it_was_writing(tmp_path: Path, times: int) -> None:
-    """Every step that was reported done is there, and every file but its last line is whole."""
+    """Every step reported as done is recorded, and every file is complete except for its last line."""
     moments = random.Random(15)
     for number in range(1, times + 1):
         process = start_recorder(tmp_path)
@@ -215,12 +215,12 @@ def test_the_steps_of_a_run_are_those_that_its_last_ranks_wrote(tmp_path: Path) 
     [
         ([], []),
         ([(0, [1, 2, 3])], [(1, 0), (2, 0), (3, 0)]),
-        # gone on from 2: 3, 4 and 5 are undone, of which it has only done the first again
+        # resumed from 2: 3, 4 and 5 are rolled back, and only 3 was repeated
         ([(0, [1, 2, 3, 4, 5]), (2, [3])], [(1, 0), (2, 0), (3, 2)]),
         # twice from the same checkpoint, and then from one before that
         ([(0, [1, 2]), (2, [3, 4]), (2, [3])], [(1, 0), (2, 0), (3, 2)]),
         ([(0, [1, 2]), (2, [3, 4]), (1, [2, 3])], [(1, 0), (2, 1), (3, 1)]),
-        # anew
+        # started over
         ([(0, [1, 2, 3]), (0, [1])], [(1, 0)]),
         # steps that the log interval left out
         ([(0, [1, 10, 20]), (10, [11])], [(1, 0), (10, 0), (11, 10)]),

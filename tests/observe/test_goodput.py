@@ -89,7 +89,7 @@ def test_the_age_of_a_process_is_known_to_the_kernel_s_tick() -> None:
 def record(
     run: Path, time: Time, steps: int, resumed_at: int = 0, how: BaseException | str | None = None
 ) -> goodput.Goodput | None:
-    """A start of one step a second; ``how`` a text: it is killed. What it shows in the end, if it did a step."""
+    """Record a start with one step a second, killed if ``how`` is a text; return the goodput it shows last, if any."""
     log = Log(run, 3, 4, Clock(now=time), heartbeat_s=60)
     recorder = goodput.Recorder(log, with_losses=True)
     time.go(2)
@@ -134,7 +134,7 @@ def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None
 
 
 class Model:
-    """Lives through starts second by second, and looks at every one of them when all is known."""
+    """Simulates starts second by second, and classifies every second afterwards."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -171,7 +171,7 @@ class Model:
     def classes(self) -> Counter[str]:
         """Seconds by class, one after another."""
         seconds: Counter[str] = Counter()
-        dead_since: int | None = None  # when the last start died whose work is still to be made good
+        dead_since: int | None = None  # when the last start died whose lost work is not yet recovered
         for index, start in enumerate(self.starts):
             died = dead_since is not None
             if died and index:

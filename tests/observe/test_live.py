@@ -25,7 +25,7 @@ FACTS: tuple[dict[str, Any], dict[str, str]] = ({}, {})
 
 
 class Loop:
-    """What a Live meets, without a model: a clock that is set by hand."""
+    """The training loop that Live observes, without a model and with a manual clock."""
 
     def __init__(
         self, run: Path, monkeypatch: pytest.MonkeyPatch, console: str = "progress", facts: Any = FACTS, every: int = 1

@@ -1,4 +1,4 @@
-"""The ranges of what stages, buckets and the optimizer do: there while it runs, by name, and taken away again."""
+"""The profiler ranges of stages, buckets and the optimizer: named while they run, and removed afterwards."""
 
 from __future__ import annotations
 

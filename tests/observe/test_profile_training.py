@@ -1,4 +1,4 @@
-"""A real tiny run is profiled: where its time belongs, under recompute, too, and that training does not notice.
+"""Profiles a real tiny run: its time is attributed, also under recompute, and training is unaffected.
 
 Run as a program this file is the run, on a GPU as well (tests/gpu/test_profile.py): ``FOLDER FAMILY COMMAND``.
 """
@@ -62,7 +62,7 @@ def _main(folder: str, slow: str, *arguments: str) -> int:
     from megacpp_mcore.observe.loop import Loop
 
     class Slow(Listener):
-        """Makes every layer of a family do much more than it has to."""
+        """Slows down every layer of a family."""
 
         def on_model(self, chunks: Any, optimizer: Any) -> None:
             from megacpp_mcore.observe.profile.ranges import family
@@ -72,23 +72,23 @@ def _main(folder: str, slow: str, *arguments: str) -> int:
                     _slow_down(module.self_attention if slow != "E" else module.mlp)
 
     class Hooks(Listener):
-        """Counts the hooks and stand-ins that there are, by step."""
+        """Counts the installed hooks and replacements by step."""
 
         def __init__(self) -> None:
-            self.found: dict[str, Any] = {}
+            self.counts: dict[str, Any] = {}
 
         def on_model(self, chunks: Any, optimizer: Any) -> None:
             self._things = (*chunks, optimizer)
-            self.found["start"] = self._count()
+            self.counts["start"] = self._count()
 
         def on_step(self, step: Any) -> None:
-            self.found[str(step.step)] = self._count()
+            self.counts[str(step.step)] = self._count()
 
         def on_step_begin(self, number: int) -> None:
-            self.found[f"in {number}"] = self._count()
+            self.counts[f"in {number}"] = self._count()
 
         def on_end(self, error: Any) -> None:
-            (Path(folder) / "hooks.json").write_text(json.dumps(self.found))
+            (Path(folder) / "hooks.json").write_text(json.dumps(self.counts))
 
         def _count(self) -> list[int]:
             from megatron.core.pipeline_parallel import schedules

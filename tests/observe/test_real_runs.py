@@ -48,7 +48,7 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 @pytest.mark.exhaustive
 def test_flops_of_packed_documents_are_those_of_their_pairs(tmp_path: Path) -> None:
-    """Documents of up to some fifty tokens, several in a row of 64: fewer pairs than in whole rows, and the rest as there."""
+    """Several documents of up to about fifty tokens in a row of 64: fewer pairs than in full rows, all else equal."""
     (tmp_path / "texts").mkdir()
     for number in range(120):
         (tmp_path / "texts" / f"{number:03d}.txt").write_text(f"{number}" + " some words." * (number % 5))
@@ -71,7 +71,7 @@ def test_flops_of_packed_documents_are_those_of_their_pairs(tmp_path: Path) -> N
 
 
 def test_a_finished_run(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Every field that a CPU run can have is there, and says what happened; what failed affects nobody else's record."""
+    """Every field that a CPU run can fill is present and correct; a failed listener does not affect other records."""
     run, _ = finished
     receipt = receipts.read(run)
     failure = "rank 0: Faulty failed in step 4 and recorded nothing more: LookupError: a listener's own error"

@@ -50,7 +50,7 @@ def write_rank(
     run: Path, rank: int, peak: int, added: int, seconds: dict[int, float], lost_s: float = 0.0, how: str = FINISHED,
     number: int = 2, world_size: int = 2,
 ) -> None:  # fmt: skip
-    """All that a rank leaves of eight steps; ``seconds`` of those that took longer than one, ``lost_s`` after each."""
+    """Write a rank's files of eight steps; ``seconds``: the steps longer than one second, ``lost_s``: evaluation after each."""
     steps = [stepped(number, step, seconds.get(step, 1.0), evaluation=lost_s, compile=1e-9) for step in range(1, 9)]
     if rank == world_size - 1:
         steps = [with_loss(step, 3.0 - step["step"] / 10) for step in steps]
@@ -264,7 +264,7 @@ class Training:
 def test_a_start_is_written_as_it_goes_and_its_receipt_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is known of it is there with its first step, for a process that is killed."""
+    """Its facts are written with its first step, in case the process is killed."""
     training = Training(tmp_path, monkeypatch)
     assert (receipts.read(tmp_path)["status"], receipts.read(tmp_path)["memory"]["kind"]) == (RUNNING, None)
     training.step(1)
@@ -333,9 +333,9 @@ def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(
     assert receipts.writer._has_ended(other)
 
 
-def data_facts(**given: Any) -> dict[str, Any]:
-    """What a run's arguments say of its data."""
-    args = SimpleNamespace(fim_data=False, mock_data=False, split=None, **given)
+def data_facts(**arguments: Any) -> dict[str, Any]:
+    """Return the data facts that follow from a run's arguments."""
+    args = SimpleNamespace(fim_data=False, mock_data=False, split=None, **arguments)
     facts = receipt_facts.Facts()
     with mock.patch.object(Loop, "arguments", return_value=args):
         receipt_facts._data(facts, args, Loop().data_words())

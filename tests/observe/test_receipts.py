@@ -27,7 +27,7 @@ from tests.tiny_run import ROOT
 
 
 def changed(receipt: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with one field changed, and no reason for its being unknown any more."""
+    """Return a copy with one field changed, which is no longer listed as unknown."""
     fresh = copy.deepcopy(receipt)
     group, _, name = path.rpartition(".")
     (fresh[group] if group else fresh)[name] = value
@@ -218,7 +218,7 @@ EVEN, UNEVEN = [a_step(1, tokens=8), a_step(2, tokens=16)], [a_step(1, tokens=8)
 def judged(
     values: dict[str, Any], steps: Sequence[Step] = EVEN, compiled: dict[int, int] | None = None, overlap: str = ""
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The evidence of disqualifiers, and the reasons of those not judged, of a run whose second step was measured."""
+    """Return the disqualifiers' evidence and the reasons of unjudged ones, for a run whose second step was measured."""
     seconds = {2: 1.0} if steps else {}
     faults, unjudged = compare.judge(compare.Case(values, steps, tokens_of(steps), seconds, compiled or {}, overlap))
     return {row["name"]: row["evidence"] for row in faults}, {row["name"]: row["reason"] for row in unjudged}

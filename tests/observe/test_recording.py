@@ -102,7 +102,7 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> policy.LaunchPolicy:
-    """The policy of a run of this process alone."""
+    """Return the launch policy of a single-process run."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     return policy.resolve(Run(training=Training(device="cpu", transformer_impl="local")), environment={})
@@ -263,7 +263,7 @@ def test_torch_compile_forward_and_deferred_backward_are_told() -> None:
 def test_a_kernel_s_compilation_and_tuning_are_told_and_other_hooks_still_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kernel that another's hook has from a cache is not compiled."""
+    """A kernel that a third-party hook loads from a cache does not count as compiled."""
     from triton import knobs
     from triton.runtime.autotuner import Autotuner
 

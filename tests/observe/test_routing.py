@@ -85,7 +85,7 @@ def test_sums_are_buffers_that_no_checkpoint_has() -> None:
 
 
 def test_a_hook_that_fails_ends_no_step_and_what_was_counted_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would pass for all there was. The error is that of the step's end, and holds nothing on the device after that."""
+    """A partial count would look complete. The error is raised at the step's end, and keeps no tensor on the device."""
     monkeypatch.setattr(stock, "TopKRouter", Router)
     listener, module = routing.Routing(interval=1), Router()
     listener.on_model([torch.nn.ModuleList([module])], None)

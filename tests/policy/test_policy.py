@@ -34,7 +34,7 @@ GPU = Run(preset("nam56r"), training=Training(processes=8), asked=PLAIN)
 
 
 def but(run: Run, model: Model | None = None, **changes: Any) -> Run:
-    """``run`` with other values: of its layout, its training, or its execution."""
+    """Return ``run`` with changed fields of its layout, training or execution."""
     of_layout, of_training = ({field.name for field in dataclasses.fields(kind)} for kind in (Layout, Training))
     layout = {name: value for name, value in changes.items() if name in of_layout}
     execution = {name: value for name, value in changes.items() if name in FIELDS}
@@ -50,7 +50,7 @@ def but(run: Run, model: Model | None = None, **changes: Any) -> Run:
 
 
 def by(run: Run, file: plugin_config.PluginConfig) -> Run:
-    """``run`` under the settings of ``file``."""
+    """Return ``run`` with the settings of ``file``."""
     return dataclasses.replace(run, settings=file)
 
 
@@ -383,7 +383,7 @@ def test_a_script_that_nobody_launched_is_told_what_is_not_set(tmp_path: Path) -
     )
     assert "  PYTORCH_CUDA_ALLOC_CONF = (unset) (default; the launcher would set expandable_segments:True; " in text
     assert "anomaly_detection (requested; only `megacpp-mcore launch` applies them)" in text
-    # What depends on a variable is judged by what it is, and not by what it would have been.
+    # What depends on a variable is judged by its actual value, not by the one the launcher would set.
     assert "tensor-parallel" not in {overlap.name for overlap in bare.overlaps if overlap.possible}
     launched = resolve(by(run, file), environment=environment)
     assert "tensor-parallel" in {overlap.name for overlap in launched.overlaps if overlap.possible}
@@ -447,7 +447,7 @@ def test_tf32_that_torch_was_set_to_is_named() -> None:
 
 
 def test_a_layout_from_elsewhere_leaves_how_a_run_is_carried_out() -> None:
-    """As the spec does where a file or a checkpoint has another layout than the arguments."""
+    """As the spec does if a file or a checkpoint has a different layout than the arguments."""
     parsed = read("--spec", "megacpp_mcore", "nam56r", "--bf16", "--pipeline-model-parallel-size", "2", world_size=2)
     run = dataclasses.replace(parsed, layout=Layout()).carried_out(dataclasses.asdict(parsed.execution))
     assert (run.replicas, run.execution) == (2, parsed.execution)

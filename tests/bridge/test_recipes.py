@@ -60,7 +60,7 @@ def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> 
 
 
 def test_bridge_counts_the_audited_operations(built: dict[str, Any]) -> None:
-    """Bridge's own function, which its throughput is made of, on every recipe's configuration; vocabulary padded."""
+    """Bridge's own FLOP count, the basis of its throughput, for every recipe's configuration, with padded vocabulary."""
     for name, chosen in RECIPES.items():
         vocabulary = chosen.model.vocab_size_padded(1)
         step = flops.step(chosen.model, factories.BATCH, vocab_size=vocabulary)

@@ -115,7 +115,7 @@ def test_the_switch_of_transformer_engine_is_said_and_one_that_a_launch_refuses_
 
 
 def test_another_cudnn_than_torchs_is_said(folder: Path) -> None:
-    """With which Transformer Engine's attention runs unfused, without a word."""
+    """With it, Transformer Engine's attention silently runs unfused."""
     package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
     package(folder, "transformer_engine.pytorch", "Linear = object")
     package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 1, 2")
@@ -302,7 +302,7 @@ def test_a_step_is_trained_as_launch_would(
 def test_a_script_that_ends_in_an_error_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process of its own, the script of MEGATRON_LM; all that is examined is fine."""
+    """The script of MEGATRON_LM runs in its own process; every examined component is fine."""
     (tmp_path / "pretrain_hybrid.py").write_text("raise RuntimeError('CUDA driver version is insufficient')\n")
     monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
     monkeypatch.setattr(doctor, "_checkout", lambda: None)
@@ -313,7 +313,7 @@ def test_a_script_that_ends_in_an_error_is_named(
 
 
 def test_a_step_that_takes_long_says_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Until its limit, which ends it."""
+    """Until the time limit stops it."""
     code = "import sys, time; time.sleep(0.2); print('compiling', file=sys.stderr, flush=True); time.sleep(600)"
     problem, lines = trial.run_quietly([sys.executable, "-S", "-c", code], str(tmp_path), 3.0, report_every_s=0.1)
     assert (problem, lines) == ("did not finish within 3 s", [])

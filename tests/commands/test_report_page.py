@@ -34,7 +34,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def killed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed in step 4 and went on from step 3 with a fall-back, profiled."""
+    """A run that was killed in step 4 and resumed from step 3 with a fall-back, profiled."""
     folder = tmp_path_factory.mktemp("page")
     run = folder / "killed"
     save: tuple[str, ...] = ("--save", str(folder / "saved"), "--save-interval", "3", "--ckpt-format", "torch_dist")
@@ -55,7 +55,7 @@ class Row:
 
 
 class Reader(HTMLParser):
-    """Collects text, attributes and tables' rows, and fails on a tag that is not closed in order."""
+    """Collects text, attributes and table rows, and fails on tags that are not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

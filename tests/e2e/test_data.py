@@ -44,7 +44,7 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def quiet(run: Path | None, *data: str, extra: tuple[str, ...]) -> tuple[list[str], str]:
-    """The lines on the console of a launch recorded in ``run``, or of nothing, and the file that has Megatron's."""
+    """Return the console lines of a launch recorded in ``run``, or unrecorded, and the file with Megatron's output."""
     recording = ["--no-observe"] if run is None else ["--observe", str(run)]
     command = ["-m", "megacpp_mcore", "launch", "--device", "cpu", *recording, "--", *words(*data, extra=extra)]
     done = forks.run(command, megatron=True, MEGACPP_CONFIG="", WHOLE_END="1")
@@ -87,7 +87,7 @@ def launch(*data: str, script: Sequence[str] = (), **how: tuple[str, ...]) -> tu
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_blend_of_two_corpora_trains_however_it_is_named(corpora: tuple[str, str], tmp_path: Path) -> None:
-    """One blend in the words of the command and in a file is one run, and another blend is another."""
+    """The same blend on the command line and in a file gives the same run; another blend gives another."""
     first, second = corpora
     evaluated = ("--eval-iters", "1")
     (tmp_path / "blend").write_text(f"0.25 {first}\n0.75 {second}\n")
@@ -161,7 +161,7 @@ def recorded(corpora: tuple[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def wheel(recorded: tuple[list[str], str]) -> tuple[list[str], list[str]]:
-    """What it trains, and what it finds of its validation data."""
+    """Its training losses and validation results."""
     losses, validated = LOSSES.findall(recorded[1]), _VALIDATION.findall(recorded[1])
     assert len(losses) == STEPS
     assert validated

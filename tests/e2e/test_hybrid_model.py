@@ -227,13 +227,13 @@ def test_the_stock_script_trains_what_gpt_model_trains(megatron_lm: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_in_virtual_pipeline_stages_both_hosts_train_the_same(tmp_path: Path) -> None:
-    """Two processes, two stages each, which the pattern's '|' marks for the one class and an argument for the other."""
+    """Two processes with two stages each, marked by '|' in HybridModel's pattern and by an argument for GPTModel."""
     laboratory = Laboratory(tmp_path, overrides={"dsa": {"schedule": "-FF"}})  # legal in four stages
     assert_both_train_the_same(laboratory, Layout(pipeline=2, virtual=2))
 
 
 def saved(model_class: str, **changes: Any) -> SimpleNamespace:
-    """The arguments that a checkpoint of nam56r_tiny holds, as far as they matter."""
+    """Return the relevant arguments of a nam56r_tiny checkpoint."""
     common = {"num_layers": 12, "mtp_num_layers": 1}
     placed = [int(letter == "E") for letter in TINY.layers]
     own: dict[str, dict[str, Any]] = {
@@ -249,7 +249,7 @@ def saved(model_class: str, **changes: Any) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def decide() -> Callable[..., Any]:
-    """The replacement, and a stand-in for stock's function that says it was asked."""
+    """The replacement, around a stub of stock's function that shows that it was called."""
     from megacpp_mcore.patches.checkpoint_hosts import PATCH
 
     return PATCH.edits[0].make(lambda args, ckpt_args, model: "stock's")

@@ -105,7 +105,7 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     assert train.main([*words, "--gpus", "8", "--folder", str(tmp_path / "runs")]) == 1  # as none trained
     arms = yaml.safe_load((ROOT / "experiments/gpus.yaml").read_text())["arms"].values()
     assert sorted(seen) == sorted((str(arm["training"]["processes"]), arm["training"]["processes"]) for arm in arms)
-    assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file, beside each other, before the one of 8
+    assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file run concurrently, before the one on 8
     rates.clear()
     swept = ["--folder", str(tmp_path / "swept"), "--arms", "one", "two", "--rates", "1e-3", "0.002"]
     assert train.main([*words, "--gpus", "2", *swept]) == 1

@@ -31,7 +31,7 @@ def total(run: Run, how: Recomputation) -> int:
 
 @pytest.mark.parametrize("path", RECEIPTS, ids=lambda path: path.stem)
 def test_it_is_what_the_allocator_reserved(path: Path) -> None:
-    """In CUDA graphs, whose pools count as reserved only, and with Mamba-3 keeping nothing more."""
+    """With CUDA graphs, whose pools count only as reserved, plus what the receipt's Mamba-3 backend keeps."""
     receipt = json.loads(path.read_text())
     backends = {row["observed"] for row in receipt["backends"] if row["op"] == "mamba3"}
     kept = {"triton": 0, "triton_keep_scan": 74e3, "triton_keep_all": 190e3}[backends.pop()]  # docs/model.md

@@ -184,11 +184,11 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
     (words,) = re.findall(r"the same number with (.*) \(54\.0 GB each\)", str(refused.value))
     policy.check_memory(run_of(preset("nam56r"), Layout(), 1, *words.split()))
     on_cpu = Training(device="cpu", transformer_impl="local")
-    policy.check_memory(dataclasses.replace(run, training=on_cpu))  # whose memory is another
+    policy.check_memory(dataclasses.replace(run, training=on_cpu))  # host memory is not checked
 
 
 def test_a_step_that_is_estimated_too_large_is_warned_of(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Once, with what fits; not where it is recomputed, or Megatron's modules or some layers are, of which nothing is known."""
+    """Once, with what fits; not if recompute makes it fit, or covers Megatron modules or layers without an estimate."""
     gpu("NVIDIA H200", H200)
     for _ in range(2):
         policy.check_memory(run_of(preset("nam56r_long"), Layout(), 1))

@@ -178,7 +178,7 @@ def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch)
     "override", ["train.train_iters", "+train.new=1", "train.train_iters=abc", "train.train_iters=0"]
 )
 def test_an_override_that_no_configuration_takes_is_refused_without_bridge(override: str) -> None:
-    """Which takes a minute to import."""
+    """Importing Bridge takes a minute."""
     with pytest.raises(LaunchError, match=r"KEY=VALUE|1 or more"):
         run.run(TINY, [override])
     assert "megatron.bridge" not in sys.modules
@@ -210,7 +210,7 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
 
 
 def described(chosen: Recipe, **changes: Any) -> Any:
-    """What :func:`read` reads of Bridge's configuration, as the recipe has it but for ``changes`` of the model."""
+    """Return the part of Bridge's configuration that :func:`read` reads: the recipe's, with ``changes`` of the model."""
     layout, off = chosen.run.layout, ("sequence_parallel", "use_cpu_initialization", "tp_comm_overlap", "bf16", "fp16")
     off += ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
     unset = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "recompute_granularity")
@@ -249,7 +249,7 @@ def described(chosen: Recipe, **changes: Any) -> Any:
 
 @pytest.fixture
 def _no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration that is no word stays what it is, without Bridge to be asked."""
+    """Return the mixed-precision configuration unchanged, without importing Bridge."""
     monkeypatch.setattr(bridge_read, "mixed_precision", lambda config: config.mixed_precision)
 
 

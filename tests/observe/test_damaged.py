@@ -24,7 +24,7 @@ WRONG = [None, 3, -1, 1.5, "x", [], {}, True, [1], {"a": 1}, float("inf"), 10**3
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two ranks, and its receipt in a file beside it."""
+    """The folder of a run with two ranks, and its receipt in the parent folder."""
     folder = tmp_path_factory.mktemp("damaged") / "run"
     routing = {"tokens_per_expert": [3, 4], "asked": 7, "dropped": 0, "entropy": 0.9, "max_over_mean": 1.1}
     for rank in range(2):

@@ -122,7 +122,7 @@ class Full(io.FileIO):
 def test_a_full_disk_ends_the_recording_and_not_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, why: str
 ) -> None:
-    """The line that did not fit stays torn, and nothing is written behind it, also when there is room again."""
+    """The line that did not fit stays truncated, and nothing is written after it, even once there is room again."""
     log = Log(tmp_path, 0, 1, Clock(), heartbeat_s=60)
     log._file.close()
     size, log._file = log.path.stat().st_size, (stream := Full(log.path, "ab"))

@@ -75,7 +75,7 @@ def test_a_phase_that_another_thread_did_not_leave_ends_with_what_it_was_in() ->
 
 
 def test_the_age_of_a_process_is_known_to_the_kernel_s_tick() -> None:
-    """It began between the moments before and after it was started; psutil's own time of that may be off by half a second."""
+    """The start time lies between the times before and after the launch; psutil's may be off by half a second."""
     code = "from megacpp_mcore.observe.clock import process_age_ns as age; from time import time; "
     code += "print(time() - age() / 1e9, -age() / 1e9 + time())"  # the machine may do something else in between
     before = time.time()

@@ -12,7 +12,7 @@ from tests.observe.recorded import a_step
 
 
 def watched(interval: int = 1, shared: dict[int, int] | None = None) -> tuple[IndexOverlap, IndexCache]:
-    """A cache that is sampled in every ``interval``-th step, one of which has begun."""
+    """Return a cache sampled every ``interval`` steps, within a sampled step, and its listener."""
     listener, cache = IndexOverlap(interval), IndexCache(shared or {})
     listener.watch(cache)
     listener.on_step_begin(interval)
@@ -66,7 +66,7 @@ def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
 
 
 def test_what_a_graph_writes_is_compared_in_every_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay calls nothing here: it writes where it wrote when it was captured."""
+    """A replay calls no Python: it writes to the buffers of the capture."""
     listener, cache = watched(2)
     monkeypatch.setattr(indices, "is_capturing", lambda: True)
     keys = torch.arange(2 * SAMPLED).view(1, -1, 1)

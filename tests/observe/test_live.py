@@ -125,7 +125,7 @@ def test_a_line_that_stands_alone_has_megatrons_words_and_numbers() -> None:
 
 
 def test_a_logged_step_costs_less_than_a_millisecond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a start of many steps, which goodput goes through once."""
+    """Also after a start with many steps, which goodput reads only once."""
     earlier = [stepped(number, number) for number in range(1, 20_001)]
     write_start(tmp_path, 1, 0, *earlier, at(20_000, {}, how="finished"))
     loop = Loop(tmp_path, monkeypatch)

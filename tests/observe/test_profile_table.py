@@ -246,7 +246,7 @@ def test_the_device_waits_where_no_kernel_runs_and_simultaneous_ones_count_once(
     assert profile["window_ns"] == 120  # to the end of the last kernel
     assert profile["busy_ns"] == 40 + 30
     assert profile["host_bound_share"] == pytest.approx(50 / 120)
-    assert profile["total_ns"] == 90  # a family's kernels are its own, whoever runs beside them
+    assert profile["total_ns"] == 90  # a family's kernels count in full, even if others overlap them
     assert profile["attributed_share"] == 1
 
 

@@ -156,7 +156,7 @@ def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
         assert len(lines[number]) < 240
         stock = re.findall(r"iteration +(\d+)/ +6 \|.* lm loss: (\S+) \|", "\n".join(lines[:number]))[-1]
         assert int(stock[0]) == step.step
-        if step.step != 2:  # whose line is the mean of two steps
+        if step.step != 2:  # its line is the mean of two steps
             assert float(stock[1]) == pytest.approx(step.losses["lm loss"], rel=1e-6)
     assert "validation loss at iteration 3" in output
     metrics = metrics_of(events.read(run))

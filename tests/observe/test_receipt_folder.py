@@ -27,12 +27,12 @@ from tests.observe.recorded import TOKENS, a_step, append, at, file_of, receipt_
 
 @pytest.fixture(autouse=True)
 def one_step_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are measured."""
+    """Exclude only the first step from the measured window."""
     monkeypatch.setattr(assembly, "WARM_UP_STEPS", 1)
 
 
 def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
-    """The line of what a rank knows; ``more`` as the writer names it."""
+    """Return the line with a rank's facts; ``more`` by the writer's names."""
     values = {"moe_enabled": moe_enabled, "environment": {}}
     return at(0, facts={"unknown": {}, **values, **more})
 
@@ -63,7 +63,7 @@ def write_rank(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Steps 2 and 3 were profiled; the third rank, with the latest profile, is of a start with three, which an error ended."""
+    """Steps 2 and 3 were profiled; the third rank and the latest profile are from a failed start with three ranks."""
     for rank in range(3):
         write_rank(tmp_path, rank, 900, 0, dict.fromkeys(range(1, 9), 90.0), 9999.0, "ValueError", 1, 3)
     write_rank(tmp_path, 0, 100, 0, {})
@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def write_profile(run: Path, rank: int, first: int, last: int, phase: str) -> None:
-    """The table of a profile that one rank left."""
+    """Write the table of one rank's profile."""
     table = {
         "steps": [first, last], "phase": phase, "rank": rank, "families": {}, "dominant": None, "hidden_share": None,
     }  # fmt: skip
@@ -169,7 +169,7 @@ def test_of_starts_that_all_did_no_step_it_is_the_last(tmp_path: Path) -> None:
 
 
 def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
-    """Ten steps with a loss that is no number in the eighth; the run went on from the fifth, to the seventh."""
+    """Ten steps with a NaN loss in the eighth; the run then resumed from the fifth, to the seventh."""
     lost = [with_loss(stepped(step, step), float("nan") if step == 8 else 2.0) for step in range(1, 11)]
     write_start(tmp_path, 1, 0, facts(), *(line | {"metrics": {"step": line["step"], "of": 1}} for line in lost))
     again = [with_loss(stepped(20, 6, resumed_at=5), 1.5), with_loss(stepped(21, 7, resumed_at=5), 1.25)]
@@ -235,7 +235,7 @@ class Core:
 
 
 class Training:
-    """A start that has come to a model, with a global batch of ``peak``, which is also its peak of memory."""
+    """A start that has built its model; ``peak`` is its global batch size and its peak memory."""
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, peak: int = 5, every_s: float = 30) -> None:
         def of_model(recorded: receipt_facts.Facts, *_: Any) -> None:

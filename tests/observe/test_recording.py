@@ -71,7 +71,7 @@ def test_the_steps_that_are_profiled_are_those_of_the_command_line_or_of_the_set
 
 
 def a_listener(**errors: BaseException) -> Any:
-    """A listener that notes what it is called for, and raises ``errors`` by the name of its method."""
+    """Return a listener that records its calls and raises ``errors``, by method name."""
     listener = mock.create_autospec(Listener, instance=True)
     for name, error in errors.items():
         getattr(listener, name).side_effect = error
@@ -219,13 +219,13 @@ class Writer:
 
 
 def test_losses_are_noted_of_what_the_writer_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays what it is: Megatron writes timers to no other class, and what is no number is its own matter."""
+    """The writer keeps its class, the only one Megatron writes timers to; values that are not numbers are passed through."""
     from megatron.core import timers
 
     monkeypatch.setattr(timers, "SummaryWriter", Writer)
     monkeypatch.setattr(timers.Timers, "_get_global_min_max_time", lambda *_: {"forward": (1.0, 2.0)})
     tap, writer = loop.ScalarTap(), Writer()
-    for number in (1, 2):  # it is given out every time that somebody asks
+    for number in (1, 2):  # Megatron hands out the same writer every time
         assert tap.tap(writer) is writer
         writer.add_scalar("a loss", "none", number)
     writer.add_scalar("z_loss", 2, 1)

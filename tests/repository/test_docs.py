@@ -173,7 +173,7 @@ def test_the_model_card_is_the_models(capsys: pytest.CaptureFixture[str]) -> Non
         "embedding": -1,
     }  # MTP's block runs twice, the head three times, look-ups are free
     products = 6 * (used + sum(times * model.parameters()[part] for part, times in once_more.items()))
-    assert 1 < float(gflop) * 1e9 / products < 1.15  # beside them, attention and the scans over a sequence
+    assert 1 < float(gflop) * 1e9 / products < 1.15  # the rest: attention and the scans over a sequence
 
 
 def table(page: str, heading: str) -> list[list[str]]:

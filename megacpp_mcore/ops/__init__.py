@@ -1,8 +1,8 @@
-"""The ops as functions of plain PyTorch tensors: they need torch, Triton on a GPU, and no Megatron.
+"""The ops as functions of plain PyTorch tensors: they need torch, and Triton on a GPU, but not Megatron.
 
-Each function takes the fastest backend that supports the call: kernels on a GPU, plain PyTorch elsewhere. ``backend`` names
-another (``megacpp-mcore doctor --backends`` lists them). Under ``torch.use_deterministic_algorithms`` only backends run whose
-gradients repeat bit for bit. Of a tensor's name the letters after ``_`` are its axes; inputs may be strided, so that
+Each function takes the fastest backend that supports the call: kernels on a GPU, plain PyTorch elsewhere. ``backend`` picks
+another (``megacpp-mcore doctor --backends`` lists them). Under ``torch.use_deterministic_algorithms`` only backends with
+bitwise reproducible gradients run. The letters after ``_`` in a tensor's name are its axes; inputs may be strided, so
 ``x.transpose(0, 1)`` turns batch-first tensors into ``[S, B, …]`` without a copy.
 
 Legend: S sequence, T keys, B batch, H heads, P head width, G groups, R rank, N state of Mamba-3 or selected keys, A angles,
@@ -29,16 +29,16 @@ __all__ = ["index_select", "linear_cross_entropy", "m2rnn", "mamba3", "rms_norm"
 
 
 class _Named[**Given, Returned]:
-    """A function with the name of a package beside it, whose modules stay its attributes.
+    """A function that shares its name with a subpackage, and still has the subpackage's modules as attributes.
 
     ``from megacpp_mcore.ops.mamba3 import triton`` needs no attribute; ``import megacpp_mcore.ops.mamba3.triton as kernels``
-    looks ``triton`` up in what ``megacpp_mcore.ops.mamba3`` is.
+    reads ``triton`` from whatever ``megacpp_mcore.ops.mamba3`` is bound to.
     """
 
     def __init__(self, function: Callable[Given, Returned]) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        # Imported first: an import binds a package's name in this module, and only then.
+        # Imported first: importing the subpackage binds its name in this module, once.
         self._package = importlib.import_module(f"{__name__}.{function.__name__}")
 
     def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Returned:
@@ -48,7 +48,7 @@ class _Named[**Given, Returned]:
         return getattr(self._package, name)
 
     def __reduce__(self) -> str:
-        return self.__name__  # copied and pickled by its name, as a function is
+        return self.__name__  # copied and pickled by name, like a function
 
 
 @_Named
@@ -67,13 +67,13 @@ def mamba3(
         chunk_size: tokens of a chunk in plain PyTorch; None: 64 / R.
         A_floor: the smallest decay rate.
         eps: of the norms.
-        seq_idx: ``[B, S]``, the number of each token's document; nothing passes from one to the next. None: one document.
+        seq_idx: ``[B, S]``, the document number of each token; no state crosses documents. None: one document.
         initial_state: the final state of the call that this one continues.
-        return_final_state: whether the state after the last token is returned.
+        return_final_state: whether to return the state after the last token.
         backend: a name, or ``auto``.
         weights: ``dt_bias``, ``D``, ``b_bias``, ``c_bias``, ``b_norm_weight``, ``c_norm_weight``; for R > 1 also ``mimo_x``,
-            ``mimo_z``, ``mimo_o``; and ``out_norm_weight``, ``activation`` where wanted:
-            :func:`megacpp_mcore.ops.mamba3.reference.mamba3` has their shapes.
+            ``mimo_z``, ``mimo_o``; optionally ``out_norm_weight`` and ``activation``. Shapes: see
+            :func:`megacpp_mcore.ops.mamba3.reference.mamba3`.
 
     Returns:
         ``(out_SBHP, state)``: contiguous, in the dtype of ``x_SBHP``; the state, or None.
@@ -106,10 +106,10 @@ def m2rnn(
     Args:
         q_SBK, k_SBK, v_SBHV, g_SBHV, x_f_SBH: parts of the input projection; all heads share queries and keys.
         eps: of the norm.
-        checkpoint_every: tokens between two states that are saved for the backward pass.
+        checkpoint_every: tokens between two states saved for the backward pass.
         seq_idx, initial_state, return_final_state, backend: as for :func:`mamba3`.
         weights: ``qk_conv_weight``, ``qk_conv_bias``, ``v_conv_weight``, ``v_conv_bias``, ``W``, ``A_log``, ``dt_bias``, ``D``,
-            ``norm_weight``: :func:`megacpp_mcore.ops.m2rnn.reference.m2rnn` has their shapes.
+            ``norm_weight``. Shapes: see :func:`megacpp_mcore.ops.m2rnn.reference.m2rnn`.
 
     Returns:
         ``(out [S, B, H·V], state)``: contiguous, in the dtype of ``v_SBHV``; the state, or None.
@@ -138,8 +138,8 @@ def sparse_mla(
     Args:
         q_SBHK: absorbed queries with their rotary part.
         kv_TBK: latent keys with their rotary part, one for all heads; their first ``value_dim`` columns are the values.
-        index_BSN: int32, the keys of each query, as :func:`index_select` returns them; -1: none. Causality is its matter.
-        softmax_scale: factor on q·k; of the width before absorption, so there is no default.
+        index_BSN: int32, the keys of each query, as :func:`index_select` returns them; -1: none. No causal mask is added.
+        softmax_scale: factor on q·k; it depends on the head width before absorption, so there is no default.
         value_dim: V.
         backend: a name, or ``auto``.
 
@@ -160,15 +160,15 @@ def index_select(
 ) -> Tensor:
     """Select the keys of each query by a DSA indexer's scores ``Σ_h w · relu(q·k)``, up to the query itself.
 
-    Integers have no gradient: :func:`megacpp_mcore.ops.indexer.reference.indexer_grad` trains the indexer on the attention
-    of the keys that it selected. Deterministic, ties included: the lower key goes first. Kernels: bfloat16 and float16, K 64.
+    The indices have no gradient: :func:`megacpp_mcore.ops.indexer.reference.indexer_grad` trains the indexer on the attention
+    to the keys it selected. Deterministic, ties included: the lower key wins. Kernels: bfloat16 and float16, K 64.
 
     Args:
         q_SBHK: indexer queries, rotated.
         k_SBK: indexer keys, one for all heads, rotated.
-        w_SBH: head weights, their scale included.
+        w_SBH: head weights, scale included.
         topk: keys of each query.
-        seq_idx_BS: int32, the number of each token's document, to which the keys are limited; None: one document.
+        seq_idx_BS: int32, the document number of each token; keys are limited to the query's document. None: one document.
         backend: a name, or ``auto``.
 
     Returns:
@@ -189,13 +189,13 @@ def routed_mlp(
 ) -> Tensor:  # fmt: skip
     """Run every token (T of them) through its experts: ``Σ_e (prob_e · act(x w1_eᵀ)) w2_eᵀ``.
 
-    Differentiable in ``x_TD``, ``probs_TE`` and the weights; no token is dropped, and the host waits for nothing. Kernels:
+    Differentiable in ``x_TD``, ``probs_TE`` and the weights; no token is dropped, and there is no host sync. Kernels:
     bfloat16, D and F multiples of 8; they are deterministic.
 
     Args:
         x_TD: tokens in any order.
         routing_TE: bool, the ``topk`` experts of each token.
-        probs_TE: their probabilities; others are not read, and get a gradient of 0.
+        probs_TE: their probabilities; other entries are not read, and get a gradient of 0.
         w1_EFD, w2_EDF: the two matrices of each expert.
         topk: experts of a token.
         activation: ``gelu`` (erf) or ``gelu_tanh``.
@@ -205,7 +205,7 @@ def routed_mlp(
         ``out_TD``, in the dtype of ``x_TD``.
 
     Raises:
-        ModelError: shapes or dtypes do not fit, or a token has another number of experts.
+        ModelError: shapes or dtypes do not fit, or a token does not have ``topk`` experts.
         BackendError: the named backend cannot run this.
     """
     experts, ffn, hidden = w1_EFD.shape
@@ -237,8 +237,8 @@ def linear_cross_entropy(
         The loss, float32 (float64 for such inputs): a scalar, or ``[…]`` for ``none``.
 
     Raises:
-        ModelError: shapes or dtypes do not fit; or, on the CPU, a label is neither of the vocabulary nor ``ignore_index``. On a
-            GPU that aborts on the device, as in PyTorch.
+        ModelError: shapes or dtypes do not fit; or, on the CPU, a label is neither in the vocabulary nor ``ignore_index``. On
+            a GPU that is a device-side assertion, as in PyTorch.
     """
     from megacpp_mcore.ops.linear_cross_entropy.reduced import chunked
 
@@ -249,14 +249,14 @@ def linear_cross_entropy(
 
 @_Named
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-5, *, backend: str = AUTO) -> tuple[Tensor, Tensor]:
-    """Norm the input of a residual branch: ``(x / sqrt(mean(x²) + eps) · weight, x)``.
+    """Apply RMSNorm to the input of a residual branch: ``(x / sqrt(mean(x²) + eps) · weight, x)``.
 
-    Take the residual from the result: one kernel then adds both gradients of ``x``. Differentiable in both inputs;
+    Use the returned ``x`` as the residual: one kernel then adds both gradients of ``x``. Differentiable in both inputs;
     deterministic. Kernels: bfloat16, float16 and float32, D up to 8192.
 
     Args:
         x: ``[…, D]``.
-        weight_D: factor on each value.
+        weight_D: scale of each channel.
         eps: added to the mean square.
         backend: a name, or ``auto``.
 

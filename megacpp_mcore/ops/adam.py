@@ -1,8 +1,8 @@
-"""One step of AdamW on many tensors by one Triton kernel, which also scales gradients and writes 16-bit weights.
+"""Multi-tensor AdamW step in one Triton kernel, which also scales gradients and writes 16-bit weights.
 
 The arithmetic is that of Transformer Engine's ``FusedAdam`` (2.20) in its AdamW mode, in float32. A gradient is scaled as it is
-read, so that clipping needs no pass of its own, and a weight's 16-bit copy is written with it: 30 bytes an element in place of
-42. Moments may be kept in bfloat16, and a weight as its copy in bfloat16 and what that leaves of it
+read, so clipping needs no separate pass, and a weight's 16-bit copy is written with it: 30 bytes per element instead of
+42. Moments may be stored in bfloat16, and a weight as its bfloat16 copy plus a 16-bit remainder
 (:func:`megacpp_mcore.ops.remainder_adam.joined`).
 """
 
@@ -22,13 +22,13 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.triton_launch import launch
 
 BLOCK = 2048
-"""Elements of a program."""
+"""Elements per program."""
 
 
 class Shard(NamedTuple):
-    """One tensor's weight, gradient and moments, of one size, and the weight in 16 bits, if there is such a copy.
+    """One tensor's weight, gradient and moments, all of one size, and the weight's 16-bit copy, if any.
 
-    The weight is float32, or, with a copy in bfloat16, int16: what that leaves of it. Gradient and moments are float32 or
+    The weight is float32 or, with a copy in bfloat16, the int16 remainder. Gradient and moments are float32 or
     bfloat16.
     """
 
@@ -40,15 +40,15 @@ class Shard(NamedTuple):
 
 
 def addresses(shards: Sequence[Shard]) -> list[int]:
-    """Return where the tensors are, 0 for a copy that there is not."""
+    """Return the addresses of the tensors, 0 for a missing copy."""
     return [0 if tensor is None else tensor.data_ptr() for shard in shards for tensor in shard]
 
 
 class Table:
-    """Where the kernel finds the tensors of some shards: valid while :func:`addresses` of them gives ``addresses``.
+    """Device table of the shards' addresses and sizes: valid while :func:`addresses` of the shards returns ``addresses``.
 
     Raises:
-        ModelError: a tensor of another size or dtype than its shard has, or not contiguous; dtypes that differ between shards.
+        ModelError: a tensor differs in size from its shard's weight or in dtype from the other shards, or is not contiguous.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -97,9 +97,9 @@ def step(
     number: int,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Update weights, moments and copies in place by step ``number``, from 1 on, of AdamW with bias correction.
+    """Update weights, moments and copies in place by AdamW step ``number`` (from 1), with bias correction.
 
-    Gradients, which stay as they are, count ``scale`` times, a float32 scalar on the device.
+    Gradients are multiplied by ``scale``, a float32 scalar on the device, as they are read; they are not modified.
     """
     unbias = [1.0 / (1.0 - beta**number) for beta in betas]
     launch(
@@ -139,7 +139,7 @@ def _update(weight, gradient, exp_avg, exp_avg_sq, copy, place, lr, beta1, beta2
 def adam(places_ptr, sizes_ptr, first_ptr, owner_ptr, scale_ptr, lr, beta1, beta2, rest1, rest2, eps, decay, unbias1, unbias2,
          HALF: tl.constexpr, REMAINDER: tl.constexpr, GRADIENT: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr,
          ALIGN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Update BLOCK elements of one tensor: programs of all tensors, one after another."""
+    """Update BLOCK elements of one tensor; the grid concatenates the programs of all tensors."""
     program = tl.program_id(0)
     owner = tl.load(owner_ptr + program)
     start = (program - tl.load(first_ptr + owner)).to(tl.int64) * BLOCK

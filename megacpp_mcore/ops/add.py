@@ -1,4 +1,4 @@
-"""Sums of three tensors of one shape on a GPU by one Triton kernel: two additions read and write the first sum in between."""
+"""Sum of three tensors of one shape on a GPU in one Triton kernel: two additions would write and reread the first sum."""
 
 # mypy: allow-untyped-defs
 
@@ -15,21 +15,21 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.triton_launch import launch
 
 LAUNCH: dict[str, int] = {"BLOCK": 2048, "num_warps": 4}
-"""Elements of a program, and the launch options of the kernel."""
+"""Elements per program, and the kernel's launch options."""
 
 
 def add3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Return ``(a + b) + c``, each sum rounded to their dtype as PyTorch's operator does; differentiable.
 
     Raises:
-        ModelError: shapes or dtypes that differ.
+        ModelError: shapes or dtypes differ.
     """
     total: torch.Tensor = _Add.apply(a, b, c)
     return total
 
 
 def fork3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``x`` three times, for three readers, whose gradients are added by :func:`add3`, the last one's first."""
+    """Return ``x`` three times, for three consumers; :func:`add3` sums their gradients, starting with the last one's."""
     three: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Fork.apply(x)
     return three
 
@@ -63,7 +63,7 @@ class _Fork(torch.autograd.Function):
 def _added(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     if not (a.shape == b.shape == c.shape and a.dtype == b.dtype == c.dtype):
         raise ModelError(
-            f"add3 was given {', '.join(f'{grad.dtype} {tuple(grad.shape)}' for grad in (a, b, c))}; expected three alike"
+            f"add3 got {', '.join(f'{grad.dtype} {tuple(grad.shape)}' for grad in (a, b, c))}; expected one dtype and shape"
         )
     a, b, c = a.contiguous(), b.contiguous(), c.contiguous()
     total, size = torch.empty_like(a), a.numel()

@@ -1,8 +1,8 @@
-"""Kernels compiled ahead: a run records what its Triton kernels are compiled for; processes compile that again, without a GPU.
+"""Ahead-of-time kernel builds: a run records the specialisations of its Triton kernels; `build` compiles them without a GPU.
 
-A kernel is compiled when it is first launched, one after another: half a minute of a cold start of ``nam56r``. What a kernel is
-compiled for (Triton's own description, ``JITFunction.preload``) is known from an earlier start. With that, many processes fill
-Triton's cache at once, for an image, or while the model is built; a launch then finds its kernels there.
+Kernels are compiled at first launch, one after another: half a minute of a cold start of ``nam56r``. What a kernel is
+compiled for (Triton's own description, ``JITFunction.preload``) is known from an earlier start. With it, many processes can
+fill Triton's cache in parallel, for an image, or while the model is built; launches then hit the cache.
 """
 
 # mypy: allow-untyped-defs
@@ -26,12 +26,12 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.util.host import end_with_the_parent
 
 FILE = "kernels.jsonl"
-"""In the folder of a start: a line for each kernel, as it was compiled."""
+"""File in the folder of a start, with one line per compiled kernel."""
 _PACKAGE = "megacpp_mcore."
 
 
 class Built(NamedTuple):
-    """What became of one kernel: its name, whether the cache had it, and the error, empty without one."""
+    """Build result of one kernel: its name, whether the cache had it, and the error, or an empty string."""
 
     kernel: str
     was_cached: bool
@@ -39,7 +39,7 @@ class Built(NamedTuple):
 
 
 def here() -> dict[str, Any]:
-    """Return what a kernel is compiled for beside its own description: the version of Triton, and this process's GPU."""
+    """Return what a compiled kernel depends on besides its own description: the Triton version and this process's GPU."""
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
@@ -48,19 +48,19 @@ def here() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(path: Path) -> Iterator[None]:
-    """Until the context ends, write a line to ``path`` for each kernel of this package that Triton compiles, or finds compiled.
+    """Within the context, append to ``path`` a line for each kernel of this package that Triton compiles or loads from cache.
 
-    A kernel that cannot be described or written is left out; no launch fails for it.
+    A kernel that cannot be described or written is skipped; launches never fail because of it.
     """
     from triton import JITFunction, knobs
 
     before, stock = knobs.runtime.jit_post_compile_hook, getattr(JITFunction, "_call_hook", None)
-    if stock is None:  # a version of Triton whose descriptions cannot be kept from failing launches
+    if stock is None:  # a Triton version in which a failing description would fail the launch
         yield
         return
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Exception):  # a version of Triton may describe kernels otherwise
+        with contextlib.suppress(Exception):  # other Triton versions may describe kernels differently
             described = kwargs["compile"]["specialization_data"]
             if json.loads(described)["name"].startswith(_PACKAGE):
                 with path.open("a", encoding="utf-8") as file:
@@ -70,8 +70,8 @@ def recorded(path: Path) -> Iterator[None]:
     def call(function: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(function, hook, *args, **kwargs)
-        except Exception:  # a hook has Triton write any package's kernel as JSON, which not every constexpr has
-            if hook is not note or before is not None:  # as without a recording
+        except Exception:  # with a hook, Triton serialises every package's kernels as JSON; not every constexpr can be
+            if hook is not note or before is not None:  # raise as without recording
                 raise
             return None
 
@@ -83,9 +83,9 @@ def recorded(path: Path) -> Iterator[None]:
 
 
 def lines(run: str | os.PathLike[str], **known: object) -> list[str]:
-    """Return each kernel of that start of a recorded run which has the most, of those with ``known`` values of :func:`here`.
+    """Return the kernels with ``known`` values of :func:`here`, from the start of a recorded run that has most of them.
 
-    A torn last line is left out, and with ``known`` values one that cannot be read.
+    A torn last line is skipped, and, with ``known`` values, every line that cannot be parsed.
     """
     described: list[str] = []
     for path in sorted(Path(run).glob(f"start_*/{FILE}")):
@@ -106,10 +106,10 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
     """Compile kernels into Triton's cache in ``jobs`` processes; nothing touches a GPU.
 
     Args:
-        described: of :func:`lines`.
+        described: from :func:`lines`.
 
     Raises:
-        DataError: they are of another version of Triton, not of this package, or no such lines; or a process was killed.
+        DataError: kernels of another Triton version or package, or malformed lines; or a process was killed.
     """
     import triton
 
@@ -121,11 +121,11 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
         )
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(
-            f"a line of {FILE} is none that a run has written ({type(error).__name__}: {error}); remove it"
+            f"a line of {FILE} was not written by a run ({type(error).__name__}: {error}); remove it"
         ) from error
     if foreign := {*versions} - {triton.__version__} or {name for name in names if not name.startswith(_PACKAGE)}:
         raise DataError(
-            f"kernels were recorded of {', '.join(sorted(foreign))}; expected those of {_PACKAGE}* by Triton "
+            f"found kernels of {', '.join(sorted(foreign))}; expected those of {_PACKAGE}* by Triton "
             f"{triton.__version__}: record them again, by a run with --observe"
         )
     for module in {name.rpartition(".")[0] for name in names}:
@@ -138,12 +138,12 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
     except concurrent.futures.BrokenExecutor as error:
         raise DataError(
             f"one of {jobs} compiling processes ended abruptly, usually out of memory, else by a crash of Triton's compiler; "
-            "run it again with fewer --jobs: what was compiled is in the cache"
+            "run it again with fewer --jobs: kernels compiled so far are in the cache"
         ) from error
 
 
 class _Target:
-    """What Triton asks a driver when it compiles for a GPU."""
+    """The part of a driver that Triton uses when it compiles for a GPU."""
 
     def __init__(self, target: Any) -> None:
         self.get_current_target = lambda: target
@@ -166,7 +166,7 @@ def _build(line: str) -> Built:
     try:
         with mock.patch.object(triton.knobs.compilation, "listener", functools.partial(_listen, hits)):
             getattr(importlib.import_module(module), attribute).preload(content["kernel"])
-    except Exception as error:  # a kernel that has changed since compiles when it is launched
+    except Exception as error:  # a kernel that has changed since is compiled at launch
         return Built(name, False, f"{type(error).__name__}: {error}".partition("\n")[0])
     return Built(name, all(hits), "")
 

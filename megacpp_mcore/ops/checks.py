@@ -17,10 +17,10 @@ def require_float(**tensors: torch.Tensor) -> None:
 
 
 def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a reference computes in: float64 when one of the tensors is that, else float32.
+    """Return the dtype that a reference computes in: float64 if any tensor is float64, else float32.
 
     Raises:
-        ModelError: a tensor is not of a floating-point dtype, or is quantised.
+        ModelError: a tensor's dtype is not floating-point, or it is quantised.
     """
     for tensor in tensors:
         quantized.refuse(tensor=tensor)
@@ -30,10 +30,10 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def one_dtype(op: str, **tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype that all tensors (each given under its own name) have.
+    """Return the common dtype of all tensors (each passed under its own name).
 
     Raises:
-        ModelError: they have several, or one is quantised.
+        ModelError: dtypes differ, or a tensor is quantised.
     """
     quantized.refuse(**tensors)
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""Token embedding on a GPU whose gradient is added to ``main_grad`` by rows, by one Triton kernel.
+"""Token embedding on a GPU that accumulates its gradient into ``main_grad`` row by row, in one Triton kernel.
 
 Autograd fills a dense gradient of the whole table for every use of it, and adds that to the buffer. Here tokens are sorted, and
-the row of each entry that occurs gets the sum of its tokens' gradients, float32, in the order of the tokens: the same inputs
-give the same bits, and nothing of the vocabulary's size is touched.
+each row that occurs accumulates the gradients of its tokens, in float32 and in token order: the same inputs
+give the same bits, and no memory of vocabulary size is touched.
 
 Legend: B batch, S sequence, T tokens (B × S), V vocabulary, D width.
 """
@@ -24,18 +24,18 @@ from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.te import quantized
 
 WIDTHS = 16
-"""Widths are multiples of this: rows of others are not aligned, and the kernel would spill registers."""
+"""Widths must be multiples of this: other rows are not aligned, and the kernel would spill registers."""
 
 LAUNCH: dict[str, int] = {"MANY": 32, "FEW": 4, "COLUMNS": 512, "num_warps": 2}
 """Tiles of the kernel, tokens and columns, and its launch options."""
 
 
 def embedding(token_BS: torch.Tensor, weight_VD: torch.Tensor, main_grad: MainGrad) -> torch.Tensor:
-    """Return ``weight_VD[token_BS]``, ``[B, S, D]``; the weight's gradient is added to ``main_grad``, rounded at most there.
+    """Return ``weight_VD[token_BS]``, ``[B, S, D]``; its gradient is accumulated into ``main_grad``, rounded only there.
 
     Raises:
-        ModelError: tokens of another number of axes, a width that is no multiple of :data:`WIDTHS`, a buffer that does not
-            fit the weight, or a quantised weight.
+        ModelError: tokens are not 2-D, the width is not a multiple of :data:`WIDTHS`, the buffer does not
+            fit the weight, or the weight is quantised.
     """
     quantized.refuse(weight=weight_VD)
     check_main_grad(weight_VD, main_grad)
@@ -95,8 +95,8 @@ def _sum_of(order_T, place, end, gradient_BSD, d, S, stride_b, stride_s, D: tl.c
 @triton.jit
 def add_rows(entry_T, order_T, end_T, gradient_BSD, total_VD, S, stride_b, stride_s,
              D: tl.constexpr, MANY: tl.constexpr, FEW: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Add the rows of the tokens of one entry, to which the program of the first of them in sorted order sees: MANY at a time,
-    as of a letter in a text of bytes, then FEW."""
+    """Add the rows of one entry's tokens, in the program of the first of them in sorted order: MANY at a time (a letter in
+    byte-level text has many), then FEW."""
     t, d = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     entry = tl.load(entry_T + t)
     if (t == 0) | (tl.load(entry_T + tl.maximum(t - 1, 0)) != entry):

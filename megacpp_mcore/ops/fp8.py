@@ -1,4 +1,4 @@
-"""What products in FP8 (E4M3) share: scales, quantised weights, and the sum of a gradient into its buffer.
+"""Shared parts of FP8 (E4M3) matrix products: scales, quantised weights, and accumulation of a gradient into its buffer.
 
 An operand is scaled so that its largest value, or the largest of a row or block, maps to E4M3's largest.
 
@@ -27,10 +27,10 @@ LEAST = tl.constexpr(1e-30)
 """Lower bound on a row's largest value, so that its scale has an inverse."""
 
 CAPABILITY = (9, 0)
-"""Compute capability for which PyTorch has a grouped product with row-wise scales, and for which products in FP8 are made."""
+"""Compute capability that FP8 products need: the one for which PyTorch has a grouped product with row-wise scales."""
 
 ADDED = 2048
-"""Elements of a gradient that one program adds."""
+"""Elements of a gradient per program."""
 
 MULTIPLE = 16
 """Alignment of widths, and of the rows in a weight gradient: E4M3 operands begin at multiples of 16 bytes."""
@@ -38,8 +38,8 @@ MULTIPLE = 16
 LARGEST_OF = {"PARTS": 256, "BLOCK": 2048, "num_warps": 8}
 WEIGHTS = {"BN": 128, "BW": 128, "num_warps": 8}
 LARGEST_ROW = {"PARTS": 32, "BLOCK": 1024, "num_warps": 4}
-"""Launch options of the weights' quantisation: partial maxima per matrix, and rows and columns of a tile; and of the largest
-of a few long rows."""
+"""Launch options of weight quantisation (partial maxima per matrix; rows and columns of a tile), and of the maxima of a few
+long rows."""
 
 
 class Scaled(NamedTuple):
@@ -50,7 +50,7 @@ class Scaled(NamedTuple):
 
 
 def check_device(x: torch.Tensor, products: str = "the experts' products") -> None:
-    """Refuse a device without such products.
+    """Raise unless the device supports FP8 products.
 
     Raises:
         ModelError: it is not a Hopper GPU.
@@ -58,7 +58,7 @@ def check_device(x: torch.Tensor, products: str = "the experts' products") -> No
     arch = torch.cuda.get_device_capability(x.device) if x.is_cuda else "no GPU"
     if arch != CAPABILITY:
         raise ModelError(
-            f"{products} in FP8 need a GPU of compute capability {CAPABILITY} (Hopper), and x is on {x.device}: {arch}; take "
+            f"{products} in FP8 need a GPU of compute capability {CAPABILITY} (Hopper), but x is on {x.device}: {arch}; use "
             "the backend in bfloat16"
         )
 
@@ -83,7 +83,7 @@ def largest_parts(w, largest_EP, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 _OPAQUE = tl.constexpr("mov.b32 $0, $1;" if DIRECT else "max.f32 $0, $1, 0f00000000;")
-"""An instruction that leaves a positive number as it is; the ptxas 12.9 of Triton 3.9 sees through the first."""
+"""An instruction that leaves a positive number unchanged; ptxas 12.9 (Triton 3.9) sees through the first one."""
 
 
 @triton.jit
@@ -148,11 +148,11 @@ def empty(like: torch.Tensor, *shape: int) -> Scaled:
 
 
 Quantised = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Matrices in E4M3, their scale repeated for each row ``[E, N]``; then the same transposed."""
+"""Matrices in E4M3 and their scale repeated for each row ``[E, N]``; then the same for the transposed matrices."""
 
 
 def largest_of(x_EN: torch.Tensor, how: dict[str, int]) -> torch.Tensor:
-    """Partial maxima of the absolute values of each ``x[e]``."""
+    """Compute partial maxima of the absolute values of each ``x[e]``."""
     largest_EP = x_EN.new_empty(len(x_EN), how["PARTS"], dtype=torch.float32)
     launch(largest_parts, (how["PARTS"], len(x_EN)), x_EN, largest_EP, x_EN[0].numel(), **how)
     return largest_EP
@@ -160,7 +160,7 @@ def largest_of(x_EN: torch.Tensor, how: dict[str, int]) -> torch.Tensor:
 
 @torch.no_grad()
 def quantised(w_ENW: torch.Tensor, into: Quantised | None = None) -> Quantised:
-    """Matrices in E4M3 in both orders, in new memory or in that of earlier ones."""
+    """Quantise matrices to E4M3 in both layouts, into new memory or into that of earlier ones."""
     w_ENW, (E, N, W) = w_ENW.contiguous(), w_ENW.shape
     largest_EP = largest_of(w_ENW, LARGEST_OF)
     made = (*empty(w_ENW, E, N, W), *empty(w_ENW, E, W, N)) if into is None else into
@@ -170,7 +170,7 @@ def quantised(w_ENW: torch.Tensor, into: Quantised | None = None) -> Quantised:
 
 
 def kept(w: torch.Tensor, rows: int | None = None) -> Quantised:
-    """Stacked matrices, or the first ``rows`` of one, quantised; of a parameter in training once per optimizer step.
+    """Quantise stacked matrices, or the first ``rows`` of one; a parameter in training only once per optimizer step.
 
     See :func:`megacpp_mcore.ops.quantised_weights.kept`.
     """

@@ -51,5 +51,5 @@ def identities(tensor: torch.Tensor, width: int) -> None:
 
 
 def log_of_decay(tensor: torch.Tensor) -> None:
-    """Fill with logarithms of values uniform in [1, 16], as Mamba-2 has (mamba-ssm 2.3.2.post1, ``A_init_range``)."""
+    """Fill with logarithms of values uniform in [1, 16], as in Mamba-2 (mamba-ssm 2.3.2.post1, ``A_init_range``)."""
     tensor.uniform_(1.0, 16.0).log_()

@@ -1,8 +1,8 @@
 """Mamba-3, M²RNN and sparse MLA as layers of plain PyTorch, from hidden states to hidden states, over the ops.
 
-They start as the layers of a Megatron run with this package do (docs/model.md, "The start"). Their parameters have the names
-and shapes of an exported model's mixers, so that ``load_state_dict`` takes those. A norm before them and the residual around
-them are the caller's. Parameters that have to stay in float32 do so when the module is cast to 16 bits.
+They are initialised like the layers of a Megatron run with this package (docs/model.md, "The start"). Their parameters have the
+names and shapes of an exported model's mixers, so ``load_state_dict`` accepts those. The caller adds the norm before them and
+the residual around them. Parameters that must stay in float32 do so when the module is cast to 16 bits.
 
 Legend: B batch, S sequence, D model width, H heads; for others see :mod:`megacpp_mcore.ops`.
 """
@@ -28,7 +28,7 @@ from megacpp_mcore.ops.mla_projection.reference import rotation_table
 
 
 class _Mixer(nn.Module):
-    """Linear layers drawn by fan-in, and parameters of which those in :attr:`in_fp32` are never cast to 16 bits."""
+    """Base of the mixers: linear layers initialised by fan-in, and parameters in :attr:`in_fp32` never cast to 16 bits."""
 
     in_fp32: ClassVar[tuple[str, ...]] = ()
 
@@ -87,8 +87,8 @@ class Mamba3(_Mixer):
         heads = inner // head_dim
         if inner % head_dim or heads % groups:
             raise ModelError(
-                f"expand · hidden_size is {inner}; expected a multiple of head_dim {head_dim}, and {groups} groups to divide "
-                "the heads"
+                f"expand · hidden_size is {inner}; expected a multiple of head_dim {head_dim}, with a number of heads that "
+                f"is a multiple of groups, {groups}"
             )
         self.heads, self.head_dim, self.by_group = heads, head_dim, (groups, mimo_rank, state)
         self.options: dict[str, Any] = {
@@ -180,7 +180,7 @@ class M2RNN(_Mixer):
 
 
 class SparseMLA(_Mixer):
-    """Multi-head latent attention to the keys that an indexer selects (DeepSeek-V3.2), without a cache.
+    """Multi-head latent attention over the keys that an indexer selects (DeepSeek-V3.2), without a cache.
 
     Args:
         hidden_size: D.
@@ -226,8 +226,8 @@ class SparseMLA(_Mixer):
     def forward(self, hidden_BSD: Tensor, seq_idx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``[B, S, D] -> ([B, S, D], loss)``; add the second, a scalar, times a coefficient to the loss: it trains the indexer.
 
-        It is the divergence of the indexer's scores from the attention to the selected keys, and has no gradient outside of the
-        indexer; 0 where gradients are disabled. ``seq_idx`` is int32.
+        It is the divergence of the indexer's scores from the attention over the selected keys; only the indexer gets a gradient
+        from it. 0 where gradients are disabled. ``seq_idx`` is int32.
         """
         hidden_SBD = hidden_BSD.transpose(0, 1)
         rotation_SR = self._rotation(hidden_SBD)
@@ -257,7 +257,7 @@ class SparseMLA(_Mixer):
         loss = hidden_BSD.new_zeros((), dtype=torch.float32)
         if torch.is_grad_enabled():
             attend = ops.backend_of("sparse_mla", self.backend, query, qk_dim=query.shape[-1], v_dim=self.latent)
-            with torch.no_grad():  # in the module of the function that attends
+            with torch.no_grad():  # summed_probabilities is in the backend's module
                 target_BSN = import_module(attend.__module__).summed_probabilities(query, key, index_BSN, **sizes)
             loss = _IndexerLoss.apply(*selected, index_BSN, target_BSN)
         return self.o_proj(out.transpose(0, 1)), loss

@@ -27,7 +27,7 @@ class MainGrad:
 
 
 def check_main_grad(weight: torch.Tensor, main_grad: MainGrad | None) -> None:
-    """Raise ModelError unless the buffer, if there is one, fits the weight."""
+    """Raise ModelError unless the buffer, if any, fits the weight."""
     if main_grad is not None and (main_grad.buffer.shape != weight.shape or not main_grad.buffer.is_contiguous()):
         raise ModelError(
             f"main_grad has a buffer of shape {tuple(main_grad.buffer.shape)} and strides {main_grad.buffer.stride()}, "
@@ -36,7 +36,7 @@ def check_main_grad(weight: torch.Tensor, main_grad: MainGrad | None) -> None:
 
 
 def linear(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
-    """``x [..., D] @ weight.T -> [..., N]``; the weight's gradient is accumulated into the buffer, if there is one.
+    """``x [..., D] @ weight.T -> [..., N]``; the weight's gradient is accumulated into the buffer, if any.
 
     Raises:
         ModelError: the buffer does not fit the weight, or a tensor is quantised.
@@ -55,7 +55,7 @@ def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=beta)
     elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)  # rounds nothing in between
+        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)  # no rounding in between
     elif is_first:
         total.copy_(torch.mm(left, right))
     else:
@@ -81,7 +81,7 @@ class _Linear(torch.autograd.Function):
 
 
 def added_to(weight: torch.Tensor, main_grad: MainGrad | None) -> torch.Tensor:
-    """Return the weight; its gradient, once autograd has computed it, is added to the buffer, if there is one.
+    """Return the weight; its gradient, once autograd has computed it, is added to the buffer, if any.
 
     Raises:
         ModelError: the buffer does not fit the weight.

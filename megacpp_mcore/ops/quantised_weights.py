@@ -1,7 +1,7 @@
 """Quantised copies of weights, kept from one optimizer step to the next.
 
 A training step reads a weight in several micro-batches, and quantises it in the first. A CUDA graph that quantises it does so
-in every replay, unless somebody renews the copy before a replay: then graphs read it where it lies, and it stays there.
+in every replay, unless the copy is renewed before replays: then graphs read the copy, at an address that does not change.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megacpp_mcore.errors import ModelError
 
 Tensors = tuple[torch.Tensor, ...]
 Quantise = Callable[[torch.Tensor, Tensors | None], Tensors]
-"""From a weight to its quantised form, in new tensors or in those given."""
+"""Quantises a weight, into new tensors or into those passed."""
 
 
 @dataclass
 class _Copy:
-    """The quantised form of a weight, what made it, and of which weights: their version and address; None: none of today's."""
+    """A quantised weight, the function that made it, and the version and address of its source weight; None: stale."""
 
     made: Tensors
     quantise: Quantise
     state: tuple[int, int] | None
 
     def renew(self, weight: torch.Tensor, into: Tensors | None) -> None:
-        """Quantise the weight as it is now, unless that was done."""
+        """Quantise the current weight, unless the copy is up to date."""
         if self.state != (state := _state(weight)):
             with torch.no_grad():
                 self.made = self.quantise(weight, into)
@@ -43,15 +43,15 @@ _renewed = WeakIdKeyDictionary()
 
 
 def forget(*_: Any) -> None:
-    """Let no copy be of today's weights, and free those that no graph reads; runs after every optimizer step.
+    """Mark all copies stale, and free those that no graph reads; runs after every optimizer step.
 
     Raises:
-        ModelError: the step is being captured, whose replays would not come here.
+        ModelError: the step is being captured: its replays would not run this.
     """
     for weight, copy in list(_copies.items()):
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ModelError(
-                "an optimizer's step that a CUDA graph replays leaves the FP8 copies of weights as they were: remove "
+                "an optimizer step replayed by a CUDA graph does not renew the FP8 copies of weights: remove "
                 "--optimizer-cuda-graph, or train without FP8 backends"
             )
         if weight in _renewed:
@@ -60,16 +60,16 @@ def forget(*_: Any) -> None:
             del _copies[weight]
 
 
-# Megatron's distributed optimizer updates parameters through the buffers that they are views of, which bumps no version
-# counter of theirs; but it does so after a PyTorch optimizer's step and before the next forward pass.
+# Megatron's distributed optimizer updates parameters through the buffers that they are views of, without bumping their
+# version counters; but it does so after a PyTorch optimizer's step and before the next forward pass.
 register_optimizer_step_post_hook(forget)
 
 
 def kept(weight: torch.Tensor, quantise: Quantise) -> Tensors:
-    """``quantise(weight, None)``, of a parameter in training once until the next optimizer step, or until it changes.
+    """Return ``quantise(weight, None)``, cached for a parameter in training until the next optimizer step or change.
 
-    Not kept where gradients are off, as in evaluation, which may put other weights at the same address; nor in a CUDA graph,
-    whose replay has to quantise the weights of that time, if nobody has promised to (:func:`renew_before_replays`).
+    Not cached where gradients are off, as in evaluation, which may put other weights at the same address; nor in a CUDA graph,
+    which must quantise the current weights in every replay, unless :func:`renew_before_replays` promises to do so.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return quantise(weight, None)
@@ -89,7 +89,7 @@ def renew_before_replays(weights: Iterable[torch.Tensor]) -> None:
 
 
 def renew(weights: Iterable[torch.Tensor]) -> None:
-    """Quantise, in place, those of the weights that graphs read quantised and that have changed since."""
+    """Quantise again, in place, the weights that have changed and whose copies graphs read."""
     for weight in weights:
         copy: _Copy | None = _copies.get(weight)
         if copy is not None and weight in _renewed:

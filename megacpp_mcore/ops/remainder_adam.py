@@ -1,8 +1,8 @@
-"""AdamW whose states take 6 bytes a parameter: bfloat16 moments, and of the fp32 main parameter what the weight leaves of it.
+"""AdamW with 6 bytes of state per parameter: bfloat16 moments, and the fp32 main parameter's remainder to the bfloat16 weight.
 
 The interface is that of Transformer Engine's ``FusedAdam`` (2.20) as Megatron's distributed optimizer uses it for
-``--use-precision-aware-optimizer``. Unlike there, parameters may be of both dtypes, an fp32 one is its own main parameter, no
-state is copied to be read, and the step is one kernel a group and dtype; on a CPU PyTorch does it.
+``--use-precision-aware-optimizer``. Unlike there, parameters may have mixed dtypes, an fp32 one is its own main parameter,
+states are read without a copy, and the step is one kernel per group and dtype; on a CPU PyTorch does it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
     Args:
         params: bfloat16, float16 or float32, contiguous.
         dtypes: of both moments, float32 or bfloat16; computed in float32, rounded to nearest.
-        remainders: whether a bfloat16 parameter's main parameter is kept as the 16 bits that it leaves of it
-            (:func:`joined`); of others, and without, it is float32.
+        remainders: whether the main parameter of a bfloat16 parameter is stored as a 16-bit remainder
+            (:func:`joined`); otherwise, and for other dtypes, it is float32.
 
     Attributes:
         scale: a float32 scalar on the device by which the next step multiplies gradients; None for 1.
@@ -51,7 +51,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         return len(list(self._params()))
 
     def initialize_state(self, param: torch.Tensor) -> None:
-        """Give ``param`` the states of no step, unless it has states."""
+        """Initialise the states of ``param``, unless it has states."""
         if param in self.state:
             return
         main = param.detach()
@@ -63,7 +63,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.state[param] = moments | {MAIN: main}
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state as it is kept: ``exp_avg``, ``exp_avg_sq``, or ``master_param``, which may be remainders (int16)."""
+        """Return a state as it is stored: ``exp_avg``, ``exp_avg_sq``, or ``master_param``, which may be remainders (int16)."""
         state: torch.Tensor = self.state[param][name]
         return state
 
@@ -73,7 +73,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.state[param][name].copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all states, of no step where there was none; each with the count of steps, as PyTorch's Adam has it."""
+        """Return all states, initialised where there are none; each with the step count, as in PyTorch's Adam."""
         for param in self._params():
             self.initialize_state(param)
         stored = super().state_dict()
@@ -95,7 +95,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
-        """Update parameters and states by the gradients, times :attr:`scale`; parameters without a gradient stay."""
+        """Update parameters and states by the gradients times :attr:`scale`; skip parameters without a gradient."""
         tables = {}
         for group in self.param_groups:
             group["step"] = int(group["step"]) + 1
@@ -135,7 +135,7 @@ def _step(
     main: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, copy: torch.Tensor | None, *,
     lr: float, betas: tuple[float, float], eps: float, weight_decay: float, number: int, scale: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Do what the kernel of :mod:`megacpp_mcore.ops.adam` does, on a CPU."""
+    """Run the step of :mod:`megacpp_mcore.ops.adam` on a CPU."""
     is_remainder = copy is not None and main.dtype == torch.int16
     weight = joined(copy, main) if is_remainder and copy is not None else main
     g = gradient.float() if scale is None else gradient.float() * scale
@@ -156,12 +156,12 @@ def _step(
 
 
 def joined(copy: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Return the float32 weights of which ``copy``, bfloat16, is the upper half, rounded, and ``rest``, int16, the rest."""
+    """Return float32 weights from ``copy``, their upper half rounded to bfloat16, and ``rest``, the int16 remainder."""
     return ((copy.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
 
 
 def split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 weights in bfloat16, to nearest, ties away from zero, NaN as NaN, and the int16 of :func:`joined`."""
+    """Split float32 weights into bfloat16 (to nearest, ties away from zero, NaN as NaN) and the int16 remainder."""
     bits = weight.view(torch.int32)
     upper = torch.where(weight == weight, (bits + 0x8000) >> 16, 0x7FC0)
     return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)

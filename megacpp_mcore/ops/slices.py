@@ -1,6 +1,6 @@
-"""Splitting a projection's output into parts whose gradients form the whole's without a copy; strided tensors for kernels.
+"""Split a projection's output so that the parts' gradients form the whole's without a copy; strided tensors for kernels.
 
-Legend: S sequence, B batch, W values a token over all parts.
+Legend: S sequence, B batch, W values per token over all parts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megacpp_mcore.errors import ModelError
 
 
 def split(whole_SBW: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """``whole_SBW.split(sizes, dim=-1)``, whose backward copies nothing where the gradients lie in one storage as the parts
-    do, as those of :func:`empty_gradients`: the gradient of the whole is then a view of them.
+    """``whole_SBW.split(sizes, dim=-1)``; backward copies nothing where the gradients lie in one storage like the parts, as
+    those of :func:`empty_gradients` do: the gradient of the whole is then a view of them.
 
     Raises:
         ModelError: the sizes do not add up to W.
     """
     if sum(sizes) != whole_SBW.shape[-1]:
-        raise ModelError(f"parts of {list(sizes)} values have {sum(sizes)} together, expected {whole_SBW.shape[-1]}")
+        raise ModelError(f"sizes {list(sizes)} add up to {sum(sizes)}, expected {whole_SBW.shape[-1]}")
     parts: tuple[torch.Tensor, ...] = _Split.apply(whole_SBW, tuple(sizes))
     return parts
 
@@ -54,8 +54,8 @@ class _Split(torch.autograd.Function):
 
 
 def split_rows(parts: Sequence[torch.Tensor], rows: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return ``parts`` [S, B, …] by blocks of ``rows``; backward copies each block's gradients once, to where those of the
-    parts make up a whole as :func:`empty_gradients` lays it out."""
+    """Split ``parts`` [S, B, …] into blocks of ``rows``; backward copies each block's gradients once, into the layout that
+    :func:`empty_gradients` gives the parts."""
     blocks = -(-len(parts[0]) // rows)
     slices = _SplitRows.apply(rows, *parts)
     return list(zip(*(slices[start : start + blocks] for start in range(0, len(slices), blocks)), strict=True))
@@ -87,7 +87,7 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 def empty_gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Uninitialised tensors like ``tensors`` [S, B, …]: those that together make up one [S, B, W] share a new storage in the
+    """Allocate tensors like ``tensors`` [S, B, …]: those that together make up one [S, B, W] share a new storage in the
     same layout, the others are contiguous."""
     storages = [(tensor.untyped_storage(), tensor.dtype) for tensor in tensors]
     places = [(storage.data_ptr(), dtype) for storage, dtype in storages]
@@ -133,7 +133,7 @@ def aligned(tensor: torch.Tensor, inner: int = 1) -> torch.Tensor:
     else:
         if tensor.data_ptr() % 16 == 0 and not any(stride % 8 or not stride for stride in tensor.stride()[:outer]):
             return tensor
-    # Not contiguous(): it copies neither for the address nor for the stride of an axis of one.
+    # Not contiguous(): it ignores the alignment of the address, and the strides of axes of size 1.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

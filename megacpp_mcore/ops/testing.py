@@ -1,4 +1,4 @@
-"""The parity criterion that tests and benchmarks share: how far each row is from a truth in float64.
+"""The parity criterion that tests and benchmarks share: the distance of each row from a float64 truth.
 
 A row is the last axis. Its error is ``‖actual − expected‖ / max(‖expected‖, 1 % of the RMS of all rows' norms)``, and the worst
 row counts, so that neither one dropped row among thousands nor a wrong scale can hide.
@@ -25,16 +25,16 @@ def row_norms(expected: torch.Tensor) -> torch.Tensor:
 def row_errors(
     actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute each row's error, of ``expected``'s shape without the last axis; infinite where a zero truth is not met.
+    """Compute each row's error, of ``expected``'s shape without the last axis; infinite where only the truth is zero.
 
     Args:
-        actual: what the path under test gave.
+        actual: the result of the path under test.
         expected: the truth, best in float64.
         name: what is compared, for the message.
         norms: replaces :func:`row_norms`.
 
     Raises:
-        AssertionError: another shape, or anything that is not finite.
+        AssertionError: shapes differ, or a value is not finite.
     """
     if actual.shape != expected.shape:
         raise AssertionError(f"{name or 'actual'}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
@@ -63,17 +63,17 @@ def assert_parity(
     name: str = "",
     norms: torch.Tensor | None = None,
 ) -> None:
-    """Fail unless every row of ``actual`` is that of ``expected``; a tensor of zeros must be met exactly.
+    """Fail unless every row of ``actual`` matches ``expected``; a tensor of zeros must match exactly.
 
     Args:
-        actual: what the path under test gave.
+        actual: the result of the path under test.
         expected: the truth, best in float64.
         rms: the largest error of a row allowed.
         max_abs_factor: the largest single error allowed, as a multiple of that of ``dtype_peer``.
         dtype_peer: the same mathematics in plain PyTorch at the dtype of the path under test. Where that is a 16-bit
             one, :data:`PEER_RATIO` × the peer's error is allowed if that is more than ``rms``.
         name: what is compared, for the message.
-        norms: replaces :func:`row_norms`, for the peer, too.
+        norms: replaces :func:`row_norms`, also for the peer.
 
     Raises:
         AssertionError: it differs; the message names the row and the figures.
@@ -110,8 +110,8 @@ def assert_parity(
 
 
 EARLY = 16
-"""In the gradient of a query that sees this many keys or fewer the terms cancel, entirely where it sees one: the rest is
-rounding, in any kernel, and has no meaning relative to the gradient."""
+"""In the gradient of a query that sees this many keys or fewer the terms cancel, entirely with one key: the rest is
+rounding, in any kernel, and is meaningless relative to the gradient."""
 
 
 @torch.no_grad()

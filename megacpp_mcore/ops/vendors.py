@@ -48,7 +48,7 @@ TOLERANCE = 5e-2
 
 
 def entry(name: str) -> Callable[..., Any]:
-    """Return the entry point called ``name`` in :data:`ENTRIES`.
+    """Return the entry point ``name`` of :data:`ENTRIES`.
 
     Raises:
         BackendError: it cannot be imported.
@@ -58,7 +58,7 @@ def entry(name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:
         raise BackendError(
-            f"{module} cannot be used ({error!r}): install the extra {_extra(name)} of megacpp-mcore, or name another backend"
+            f"{module} cannot be used ({error!r}): install the extra {_extra(name)} of megacpp-mcore, or choose another backend"
         ) from error
     return function
 
@@ -87,8 +87,8 @@ def tried(
 
     Args:
         what: description of the call, for messages.
-        call: the function under test, of the leaves.
-        truth: the same in plain PyTorch, of the leaves in float32.
+        call: the function under test, called with the leaves.
+        truth: the same in plain PyTorch, called with the leaves in float32.
         leaves: creates the differentiable inputs, on the GPU, in 16 bits.
     """
     if not torch.cuda.is_available():
@@ -102,7 +102,7 @@ def tried(
     except Exception as error:
         return ProbeResult(False, f"{what} failed: {error!r}".replace("\n", " "))
     if not worst < TOLERANCE:
-        return ProbeResult(False, f"{what} is off by {worst:.2g} of what plain PyTorch gives")
+        return ProbeResult(False, f"{what} differs from plain PyTorch by {worst:.2g}")
     return ProbeResult(True)
 
 

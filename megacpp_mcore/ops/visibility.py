@@ -64,7 +64,7 @@ def check_square(num_queries: int, num_keys: int) -> None:
 
 
 def check_window(window: int | None, causal: bool) -> None:
-    """Raise ModelError unless ``window``, the keys before a query's own that it sees, is None, or 0 or more and causal."""
+    """Raise ModelError unless ``window``, how many keys before its own a query sees, is None, or 0 or more and causal."""
     if window is not None and (window < 0 or not causal):
         raise ModelError(
             f"window is {window} with causal={causal}; expected 0 or more keys before a query's own, with causal attention"

@@ -8,7 +8,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.main_grad import MainGrad, linear
 
 MainGrads = tuple[MainGrad | None, MainGrad | None]
-"""Where the gradients of both weights are accumulated, if not returned."""
+"""Buffers that the gradients of both weights are accumulated into; None: returned."""
 
 
 def check(x: torch.Tensor, w1_FD: torch.Tensor, w2_DF: torch.Tensor) -> None:

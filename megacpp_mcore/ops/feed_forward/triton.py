@@ -1,11 +1,11 @@
-"""A dense feed-forward layer with GELU whose six products of training are in FP8 on Hopper, by PyTorch's scaled product.
+"""A dense feed-forward layer with GELU; all six matrix products of training are FP8 on Hopper, by PyTorch's scaled product.
 
-Each operand is quantised once, by the kernel that makes it: the activation and its gradient never exist in bfloat16. A token's
-row has one scale, a power of two; weights have one per matrix. The products for weights' gradients sum over tokens, which
-Hopper wants adjacent: the same bytes are transposed, with one scale for the tensor, the largest of its rows'. Between powers of
-two that rounds nothing but what is below 2⁻⁶ of E4M3's unit.
+Each operand is quantised once, by the kernel that computes it: the activation and its gradient never exist in bfloat16. Each
+token's row has one scale, a power of two; weights have one per matrix. The products for weight gradients reduce over tokens,
+which Hopper needs contiguous: the same bytes are transposed, with one scale per tensor, the largest of its rows'. As scales
+are powers of two, that rounds only values below 2⁻⁶ of E4M3's unit.
 
-Forward sums in Hopper's fast mode, backward in float32, as Transformer Engine's recipes do.
+Forward accumulates in Hopper's fast mode, backward in float32, as Transformer Engine's recipes do.
 
 Legend: T tokens, D model width, F inner width, W columns of any matrix, P tokens with padding.
 """
@@ -36,18 +36,18 @@ WIDEST = 32768
 TRANSPOSED = {"BP": 128, "BW": 64, "num_warps": 16}
 """Launch options of :func:`transpose`: tokens and columns of a tile."""
 FAST = {"forward": True, "backward": False}
-"""Whether products sum in Hopper's fast mode."""
+"""Whether products accumulate in Hopper's fast mode."""
 
 
 @triton.jit
 def _power_of_two(scale):
-    """Return the least power of two that is not below ``scale``, a normal positive number."""
+    """Round ``scale``, a normal positive number, up to a power of two."""
     return ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _row(x_W, h_W, start: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Return BLOCK columns of a row of what is quantised, from ``start``."""
+    """Return BLOCK columns, from ``start``, of the row to be quantised."""
     column = start + tl.arange(0, BLOCK)
     value = tl.full([BLOCK], 1.0, tl.float32)
     if x_W is not None:
@@ -61,9 +61,9 @@ def _row(x_W, h_W, start: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def scale_rows(x_TW, h_TW, values_TW, scale_T, W: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr):
-    """Quantise a row of ``x``; of GELU(h), without ``x``; or of ``x`` times the slope of GELU at ``h``. One program per row.
+    """Quantise a row of ``x``; of GELU(h), without ``x``; or of ``x`` times GELU's derivative at ``h``. One row per program.
 
-    It holds the row in two parts, as 2ⁿ columns of one would be far more than the row has.
+    The row is held in two parts: one block of 2ⁿ columns would be far wider than the row.
     """
     t = tl.program_id(0).to(tl.int64)
     x_W = None if x_TW is None else x_TW + t * W
@@ -87,7 +87,7 @@ def scale_rows(x_TW, h_TW, values_TW, scale_T, W: tl.constexpr, HEAD: tl.constex
 def transpose(
     values_TW, scale_T, scale, values_WP, T, P, W: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr
 ):  # fmt: skip
-    """Transpose a tile and replace its rows' scales by one; positions behind the last token are zero."""
+    """Transpose a tile and replace its row scales by a single one; positions after the last token are zero."""
     token = tl.program_id(0) * BP + tl.arange(0, BP)
     column = tl.program_id(1) * BW + tl.arange(0, BW)
     factor = tl.load(scale_T + token, mask=token < T, other=0.0) * tl.div_rn(1.0, tl.load(scale))
@@ -108,7 +108,7 @@ def row(width: int) -> dict[str, int]:
 
 
 def of_rows(given_TW: torch.Tensor, h_TW: torch.Tensor | None = None, *, activates: bool = False) -> Scaled:
-    """Return contiguous rows quantised: themselves, their GELU, or themselves times the slope of GELU at ``h``."""
+    """Quantise contiguous rows, their GELU, or the rows times the derivative of GELU at ``h``."""
     T, W = given_TW.shape
     scaled = fp8.empty(given_TW, T, W)
     x_TW, h_TW = (None, given_TW) if activates else (given_TW, h_TW)
@@ -118,7 +118,7 @@ def of_rows(given_TW: torch.Tensor, h_TW: torch.Tensor | None = None, *, activat
 
 
 def of_columns(rows: Scaled) -> Scaled:
-    """Return quantised rows, at least one, transposed and padded to a multiple of 16 tokens, with one scale."""
+    """Transpose quantised rows, at least one, pad them to a multiple of 16 tokens, and give them one scale."""
     (T, W), scale = rows.values.shape, rows.scale.amax()
     P = triton.cdiv(T, fp8.MULTIPLE) * fp8.MULTIPLE
     values_WP = rows.values.new_empty(W, P)
@@ -128,7 +128,7 @@ def of_columns(rows: Scaled) -> Scaled:
 
 
 def product(left: Scaled, right: Scaled, *, fast: bool) -> torch.Tensor:
-    """``left @ right.T`` in bfloat16; both have a scale for each row, or both have one."""
+    """``left @ right.T`` in bfloat16; both have a scale per row, or both a single one."""
     by_row = left.scale.dim() > 0
     return torch._scaled_mm(
         left.values, right.values.t(), scale_a=left.scale[:, None] if by_row else left.scale,
@@ -156,7 +156,7 @@ def feed_forward(
     if D % fp8.MULTIPLE or F % fp8.MULTIPLE or not 0 < min(D, F) <= max(D, F) <= WIDEST:
         raise ModelError(
             f"the feed-forward layer has widths {D} and {F}; in FP8 expected multiples of {fp8.MULTIPLE} up to {WIDEST}: "
-            "change the width, or leave feed_forward out of the backends"
+            "change the width, or remove feed_forward from the backends"
         )
     x_TD = x.reshape(-1, D).contiguous()
     y_TD: torch.Tensor = _FeedForward.apply(x_TD, w1_FD, w2_DF, _kept(w1_FD), _kept(w2_DF), main_grads)
@@ -164,7 +164,7 @@ def feed_forward(
 
 
 def _kept(weight: torch.Tensor) -> tuple[Scaled, Scaled]:
-    """Return a weight in FP8, and transposed."""
+    """Return a weight in FP8, and its transpose."""
     forth, forth_scale, back, back_scale = (tensor[0] for tensor in fp8.kept(weight, len(weight)))
     return Scaled(forth, forth_scale), Scaled(back, back_scale)
 
@@ -200,14 +200,14 @@ class _FeedForward(torch.autograd.Function):
                 dx_TD = product(dh, first, fast=fast)
             if ctx.needs_input_grad[1]:
                 dw1_FD = _weight_gradient(dh, x, ctx.main_grads[0])
-            del dh  # what follows reuses its memory
+            del dh  # free its memory for what follows
         if ctx.needs_input_grad[2]:
             dw2_DF = _weight_gradient(dy, a, ctx.main_grads[1])
         return dx_TD, dw1_FD, dw2_DF, None, None, None
 
 
 def _weight_gradient(left: Scaled, right: Scaled, main_grad: MainGrad | None) -> torch.Tensor | None:
-    """``left.T @ right``, or what to give autograd once that is in the buffer."""
+    """Return ``left.T @ right``, or, once that is added to the buffer, its placeholder for autograd."""
     if len(left.values):
         gradient = product(of_columns(left), of_columns(right), fast=FAST["backward"])
         if main_grad is None:

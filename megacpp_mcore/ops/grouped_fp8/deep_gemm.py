@@ -18,7 +18,7 @@ from megacpp_mcore.ops.grouped_fp8 import reference
 from megacpp_mcore.util.probe import ProbeResult, probe_import
 
 SEEN_WORKING: tuple[str, ...] = ()
-"""Versions of DeepGEMM and torch with which a grouped call gave the right values; none so far.
+"""Versions of DeepGEMM and torch with which a grouped call returned the right values; none so far.
 
 sgl-deep-gemm 0.2.1 imports with torch 2.11, and its grouped calls fail an assertion; 0.2.2 and later do not import there."""
 
@@ -31,10 +31,10 @@ _TOLERANCE = 1e-2
 def grouped_product(
     x_TI: torch.Tensor, x_scale_Ti: torch.Tensor, w_EOI: torch.Tensor, w_scale_Eoi: torch.Tensor, counts_E: torch.Tensor
 ) -> torch.Tensor:
-    """:func:`megacpp_mcore.ops.grouped_fp8.reference.grouped_product`, by its contiguous grouped kernel.
+    """Compute :func:`megacpp_mcore.ops.grouped_fp8.reference.grouped_product` by DeepGEMM's contiguous grouped kernel.
 
     Raises:
-        ModelError: as the reference.
+        ModelError: as in the reference.
         BackendError: DeepGEMM does not import, or its call fails.
     """
     counts = reference.check(x_TI, x_scale_Ti, w_EOI, w_scale_Eoi, counts_E)
@@ -67,13 +67,13 @@ def probe() -> ProbeResult:
     except Exception as error:
         return ProbeResult(False, f"a grouped call failed: {error}".replace("\n", " "))
     off = float((ours - truth).norm() / truth.norm())
-    if not off < _TOLERANCE:  # NaN is not less, either
-        return ProbeResult(False, f"a grouped call is off by {off:.2g} (RMS) of what plain PyTorch gives")
+    if not off < _TOLERANCE:  # also True for NaN
+        return ProbeResult(False, f"a grouped call differs from plain PyTorch by {off:.2g} (RMS)")
     return ProbeResult(True)
 
 
 def record() -> dict[str, Any]:
-    """Return settings that a run's figures depend on: folder of compiled kernels, use of NVRTC, and versions seen working."""
+    """Return settings that a run's figures depend on: folder of compiled kernels, use of NVRTC, and versions known to work."""
     return {
         "cache": os.environ.get(CACHE) or os.path.expanduser("~/.deep_gemm"),
         "nvrtc": os.environ.get(NVRTC, "0") == "1",

@@ -10,20 +10,20 @@ import torch
 from megacpp_mcore.errors import ModelError
 
 BLOCK = 128
-"""Values of a row of x, and rows and columns of a weight, that share a scale."""
+"""Values of a row of x that share a scale; rows and columns of a weight that do."""
 
 _LARGEST = 448.0  # of E4M3
 
 
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x`` as E4M3 with a float32 scale for 1 × 128 values: ``([T, I], [T, i])``."""
+    """Quantise ``x`` to E4M3 with a float32 scale per 1 × 128 values: ``([T, I], [T, i])``."""
     blocks = x_TI.float().unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(-1).clamp(min=1e-12) / _LARGEST
     return (blocks / scale[..., None]).flatten(-2).to(torch.float8_e4m3fn), scale
 
 
 def quantize_blocks(w_EOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``w`` as E4M3 with a float32 scale for 128 × 128 values: ``([E, O, I], [E, o, i])``."""
+    """Quantise ``w`` to E4M3 with a float32 scale per 128 × 128 values: ``([E, O, I], [E, o, i])``."""
     blocks = w_EOI.float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # E o 128 i 128
     scale = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / _LARGEST
     return (blocks / scale[..., None, :, None]).flatten(-2).flatten(-3, -2).to(torch.float8_e4m3fn), scale
@@ -32,7 +32,7 @@ def quantize_blocks(w_EOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check(
     x_TI: torch.Tensor, x_scale_Ti: torch.Tensor, w_EOI: torch.Tensor, w_scale_Eoi: torch.Tensor, counts_E: torch.Tensor
 ) -> list[int]:
-    """Return the rows of each expert.
+    """Check the operands, and return the number of rows of each expert.
 
     Raises:
         ModelError: the operands are not E4M3 with such scales, or rows or widths are not multiples of 128.
@@ -56,7 +56,7 @@ def check(
 def dequantized(
     x_TI: torch.Tensor, x_scale_Ti: torch.Tensor, w_EOI: torch.Tensor, w_scale_Eoi: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands times their scales, in float32."""
+    """Return both operands times their scales, in float32."""
     x = (x_TI.float().unflatten(-1, (-1, BLOCK)) * x_scale_Ti[..., None]).flatten(-2)
     return x, w_EOI.float() * w_scale_Eoi.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
 

@@ -3,11 +3,11 @@
 Operands are scaled so that their largest value maps to E4M3's largest: activations per row, weights per matrix, so that one
 kernel can write both layouts. In training, weights are quantised once per optimizer step. For weight gradients both operands
 are transposed, with one scale per tensor, and each expert's rows are padded with zeros to begin at a multiple of a tile; a
-kernel of this module multiplies them, as it can add to a buffer in float32 what PyTorch's product returns. ``auto`` does not
-choose this backend: its results differ from bfloat16 by E4M3's rounding, 2.6 % of a value (rms).
+kernel of this module multiplies them, because it can accumulate into a float32 buffer and PyTorch's product cannot. ``auto``
+does not choose this backend: its results differ from bfloat16 by E4M3's rounding, 2.6 % of a value (rms).
 
-Legend: T tokens, E experts, K experts per token, R rows (T × K; where tokens have fewer, the last are unused), P row positions
-with padding, D model width, F expert width; N and W rows and columns of any matrix.
+Legend: T tokens, E experts, K experts per token, R rows (T × K; the last are unused if tokens have fewer experts), P row
+positions with padding, D model width, F expert width; N and W rows and columns of any matrix.
 """
 
 # mypy: allow-untyped-defs
@@ -48,7 +48,7 @@ BACKWARD = {"elements": 1024, "warps": 4}
 def scale_rows(
     x_NW, row_NC, values, scales, N, W: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Quantise ROWS rows, in their own order or each to its COPIES destinations (negative: skipped)."""
+    """Quantise ROWS rows, in their own order or copied to COPIES destinations each (negative: skipped)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.zeros([ROWS], tl.float32)
     for start in tl.static_range(0, W, BLOCK):
@@ -143,7 +143,7 @@ def activate_backward(
 ):
     """Replace ``da`` by ``dh``, the gradient of the first product, and quantise it; recompute ``a``.
 
-    Row maxima of ``a``, ``dh``, and of what the gradients of weights multiply them by: ``dy`` and ``x``; zero of unused rows.
+    Also store the row maxima of ``a``, ``dh``, and of their partners in weight gradients, ``dy`` and ``x``; 0 for unused rows.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = tl.load(end_E + E - 1)
@@ -189,7 +189,7 @@ def _activated_backward(h_RF, da_RF, prob, row, column, inside, F: tl.constexpr,
 
 @triton.jit
 def pad(end_E, row_P, end_P, E, EXPERTS: tl.constexpr, MULTIPLE: tl.constexpr):
-    """Write the row at each position, experts beginning at multiples of MULTIPLE, -1 for padding; and their ends."""
+    """Write the row at each position (-1: padding), each expert beginning at a multiple of MULTIPLE, and the experts' ends."""
     expert = tl.arange(0, EXPERTS)
     end = tl.load(end_E + expert, mask=expert < E, other=0)
     first = tl.load(end_E + expert - 1, mask=(expert > 0) & (expert < E), other=0)
@@ -209,7 +209,7 @@ def transpose_rows(
     x, token_R, row_P, end_P, largest, values_WP, scale_1, E, P,
     W: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Transpose and quantise STEPS · BW columns of rows, or of their tokens."""
+    """Transpose and quantise STEPS · BW columns of rows, or of the rows' tokens."""
     if (tl.program_id(0) > 0) & (tl.program_id(0) * BP >= tl.load(end_P + E - 1)):
         return
     place = tl.program_id(0) * BP + tl.arange(0, BP)
@@ -240,10 +240,10 @@ def weight_gradient(
     M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[M, N] of an expert: left · rightᵀ over its positions, summed in Hopper's fast mode; with ADD added to what is there, in
-    float32.
+    """Compute [M, N] of an expert: left · rightᵀ over its positions, accumulated in Hopper's fast mode; with ADD, added to the
+    float32 output.
 
-    By atomic operations, which saves loading it; no other program adds to the same element.
+    The addition is atomic, which saves loading the output; no other program adds to the same element.
     """
     expert = tl.program_id(1)
     across: tl.constexpr = (N + BN - 1) // BN
@@ -269,7 +269,7 @@ def _tile(width: int, elements: int | None = None, warps: int = 4) -> dict[str, 
 
 
 def of_rows(x: torch.Tensor, row_TK: torch.Tensor | None = None) -> Scaled:
-    """``x`` quantised by rows, in its own order or copied to the rows ``row_TK`` of each token."""
+    """Quantise ``x`` by rows, in its own order or copied to the rows ``row_TK`` of each token."""
     width, copies = x.shape[-1], 1 if row_TK is None else row_TK.shape[1]
     rows, tile = x.numel() // width, _tile(width)
     scaled = fp8.empty(x, *x.shape) if row_TK is None else fp8.empty(x, rows * copies, width)
@@ -292,12 +292,12 @@ class Weights(NamedTuple):
 
 
 def of_weights(w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> Weights:
-    """Both matrices quantised; parameters in training, once per optimizer step."""
+    """Quantise both matrices; parameters in training only once per optimizer step."""
     return Weights(*kept(w1_EFD), *kept(w2_EDF))
 
 
 def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Each row times its expert's matrix, transposed."""
+    """Multiply each row by the transpose of its expert's matrix."""
     return torch._scaled_grouped_mm(
         left.values, right_ENW.transpose(1, 2), left.scale, scale_EN, offs=rows.end_E, out_dtype=torch.bfloat16,
         use_fast_accum=True,
@@ -307,7 +307,7 @@ def product(left: Scaled, right_ENW: torch.Tensor, scale_EN: torch.Tensor, rows:
 def _hidden(x: torch.Tensor, rows: Rows, weights: Weights, activation: str) -> tuple[Sequence[torch.Tensor], Scaled]:
     quantised = of_rows(x, rows.row_TK)
     h_RF, x_scale_R = product(quantised, weights.w1_EFD, weights.w1_scale_EF, rows), quantised.scale
-    del quantised  # what follows reuses its memory
+    del quantised  # free its memory for what follows
     (R, F), tile, left = h_RF.shape, _tile(h_RF.shape[1]), fp8.empty(h_RF, *h_RF.shape)
     if R:
         grid = (triton.cdiv(R, tile["ROWS"]),)
@@ -322,7 +322,7 @@ def _output(left: Scaled, weights: Weights, rows: Rows) -> torch.Tensor:
 
 
 class Transposed(NamedTuple):
-    """A transposed operand in E4M3 and its scale; its rows' positions and where each expert's end."""
+    """A transposed operand in E4M3 and its scale; the row at each position, and where each expert's positions end."""
 
     values_WP: torch.Tensor
     scale_1: torch.Tensor
@@ -344,7 +344,7 @@ def transposed(
 
 
 def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row at each position, every expert's beginning at that of a tile; and where each expert's end."""
+    """Return the row at each position, with every expert beginning at a tile boundary, and where each expert ends."""
     E, tile = end_E.shape[0], WEIGHT_GRADIENT["BK"]
     row_P, end_P = end_E.new_empty(triton.cdiv(R + (tile - 1) * E, tile) * tile), torch.empty_like(end_E)
     experts = triton.next_power_of_2(E)
@@ -355,7 +355,7 @@ def padded(end_E: torch.Tensor, R: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _hidden_gradient(
     dy: torch.Tensor, rows: Rows, saved: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], activation: str
 ) -> tuple[tuple[Transposed, torch.Tensor], tuple[Transposed, torch.Tensor], torch.Tensor, Scaled]:
-    """Beside the transposed ``a`` and ``dh``: partial maxima of ``dy`` and ``x``, by which they are multiplied."""
+    """Besides the transposed ``a`` and ``dh``, return partial maxima of their partners ``dy`` and ``x``."""
     weights, (h_RF, x_scale_R) = Weights(*saved), kept
     quantised = of_rows(dy, rows.row_TK)
     dh_RF, dy_scale_R = product(quantised, weights.w2_EFD, weights.w2_scale_EF, rows), quantised.scale

@@ -3,7 +3,7 @@
 No program waits for another, and no two add to the same element: the same inputs give the same bits. Rows are sorted by
 expert, then by token. Products gather the tokens themselves.
 
-Legend: T tokens, E experts, K experts per token, or at most so many, R rows (T × K), B blocks of tokens, P tiles of columns,
+Legend: T tokens, E experts, K experts per token (maximum), R rows (T × K), B blocks of tokens, P tiles of columns,
 D model width, F expert width.
 """
 
@@ -29,12 +29,12 @@ BACKWARD = tl.constexpr(2)
 
 WRONG = tl.constexpr(-1)
 NONE = tl.constexpr(-2)
-"""In place of a token's row: the token has a number of experts that it must not have, or fewer than K, which is allowed."""
+"""Stand-ins for a token's row: the token has an invalid number of experts, or fewer than K where that is allowed."""
 
 
 @triton.jit
 def count(routing_TE, count_BE, T, E, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """How many rows each block of TOKENS tokens has at each expert."""
+    """Count the rows of each block of TOKENS tokens at each expert."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     token = block * TOKENS + tl.arange(0, TOKENS)
@@ -62,7 +62,7 @@ def place(
     SPAN: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Where each expert's rows end; the rows of each token, by its experts in order; the token and probability of each row.
+    """Compute where each expert's rows end; each token's rows, in the order of its experts; each row's token and probability.
 
     A token without exactly K experts (unless EXACT: with more) has :data:`WRONG` among its rows. Nothing is written beyond the
     R rows.
@@ -116,7 +116,7 @@ def combine(
     EXPERTS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Each token's sum over its rows, and in backward the gradients of its probabilities; NaN where a row is :data:`WRONG`."""
+    """Sum each token's rows, and in backward the gradients of its probabilities; NaN where a row is :data:`WRONG`."""
     token = tl.program_id(0)
     for start in tl.static_range(0, D, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -166,7 +166,7 @@ def _activation(h, TANH: tl.constexpr):
 
 @triton.jit
 def _tile(end_E, E, OUTER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr):
-    """Find this program's expert (E: it has no tile), first row, end of the expert's rows, and first column.
+    """Find this program's expert (E: no tile), first row, end of the expert's rows, and first column.
 
     Column tiles vary fastest, so that neighbouring programs share rows.
     """
@@ -188,7 +188,7 @@ def _finish(
     total, row, limit, column, prob, h_RF, y_RF, dh_RF,
     OUTER: tl.constexpr, MODE: tl.constexpr, TANH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a product on the rows before ``limit``; on SPLIT parts of its columns in turn, to limit register pressure.
+    """Run a product's epilogue on the rows before ``limit``, in SPLIT parts of its columns to limit register pressure.
 
     Returns the gradient of the rows' probabilities in MODE :data:`BACKWARD`, else zeros.
     """
@@ -246,14 +246,14 @@ def product(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows times the matrix of their expert, [OUTER, INNER] or [INNER, OUTER], and the epilogue of MODE.
+    """Multiply rows by the matrix of their expert, [OUTER, INNER] or [INNER, OUTER], and run the epilogue of MODE.
 
     :data:`ACTIVATE` stores the product as ``h``, and its activation times the row's probability as ``y``.
     :data:`BACKWARD` takes the product as the gradient of such a ``y``; it recomputes ``y`` and stores the gradient of ``h``
     and, as one partial sum per tile of columns, that of the probabilities.
 
-    Rows are gathered from the tokens ``token_R``; without it they are loaded as tiles. Where the last rows of all end before R,
-    those behind them in their tile are of probability zero: tiles of a weight gradient reach into them.
+    Rows are gathered from the tokens ``token_R``; without it they are loaded as tiles. If the rows end before R, those after
+    them in the last tile have probability zero: tiles of a weight gradient reach into them.
     """
     expert, start, end, column = _tile(end_E, E, OUTER, BM, BN, EXPERTS)
     if expert >= E:
@@ -301,7 +301,7 @@ def weight_gradient(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """[M, N] of an expert: leftᵀ · right over its rows. ``x``, gathered as in ``product``, is left (M wide) or right.
+    """Compute [M, N] of an expert: leftᵀ · right over its rows. ``x``, gathered as in ``product``, is left (M wide) or right.
 
     Tiles of ``h`` may reach into other experts' rows, which are multiplied by zeros. With ADD the float32 sum is added to
     ``dw`` atomically, which saves loading it; no other program adds to the same element.

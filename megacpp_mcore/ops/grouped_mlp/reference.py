@@ -1,4 +1,4 @@
-"""Plain-PyTorch truth of the routed experts, a loop over each one's rows: rows sorted by expert, or tokens with their routing.
+"""Plain-PyTorch truth of the routed experts, a loop over experts, for rows sorted by expert or tokens with their routing.
 
 Shape legend: T tokens (in :func:`grouped_mlp` each once per expert it is routed to), R rows of :func:`routed_mlp`, T × topk,
 E experts (of this rank), D model width, F expert width.
@@ -16,7 +16,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.ops.checks import compute_dtype, require_float
 from megacpp_mcore.ops.main_grad import MainGrad, added_to
 
-# In megatron-core 0.19 `activation_func=F.gelu` is the erf form, in grouped and sequential experts alike (the tanh form
+# In megatron-core 0.19 `activation_func=F.gelu` is the erf form, in both grouped and sequential experts (the tanh form
 # of `bias_gelu_impl` refuses routing probabilities); with `use_te_activation_func` it is TE's GELU, the tanh form.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def check_weights(x_TD: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor) -> None:
-    """Raise ModelError unless both matrices of every expert fit each other and the rows of x."""
+    """Raise ModelError unless the experts' two matrices fit each other and the rows of x."""
     x, w1, w2 = tuple(x_TD.shape), tuple(w1_EFD.shape), tuple(w2_EDF.shape)
     if len(x) != 2 or len(w1) != 3 or w2 != (w1[0], w1[2], w1[1]) or w1[2] != x[1] or w1[0] == 0:
         raise ModelError(
@@ -64,7 +64,7 @@ def check_rows(
 
 
 def check_counts(counts: list[int], rows: int) -> None:
-    """Raise ModelError unless the counts are those of so many rows."""
+    """Raise ModelError unless the counts are non-negative and sum to ``rows``."""
     if min(counts) < 0 or sum(counts) != rows:
         raise ModelError(
             f"tokens_per_expert is {counts} (sum {sum(counts)}), expected non-negative counts that sum to T = {rows}; "
@@ -82,7 +82,7 @@ def grouped_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Run each expert's two-matrix MLP on its run of tokens: ``y = (prob · act(x w1ᵀ)) w2ᵀ``.
+    """Run each expert's two-matrix MLP on its block of tokens: ``y = (prob · act(x w1ᵀ)) w2ᵀ``.
 
     Computed in float32 (float64 inputs: in float64), differentiable in x, w1, w2 and probs. The routing probability
     multiplies the activation's output, before the second matrix, as ``permuted_probs`` does in megatron-core 0.19
@@ -90,13 +90,13 @@ def grouped_mlp(
 
     Args:
         x_TD: routed tokens, those of expert 0 first, then those of expert 1, and so on; T may be 0.
-        tokens_per_expert_E: integer tensor of counts, zeros allowed, sum T. The host reads it, which makes
-            it wait for a GPU. An expert without tokens gets a gradient of exactly zero, never None.
+        tokens_per_expert_E: integer tensor of counts, zeros allowed, sum T. The host reads it, which
+            synchronises with a GPU. An expert without tokens gets a gradient of exactly zero, never None.
         w1_EFD: first matrices, [out, in].
         w2_EDF: second matrices, [out, in].
         probs_T: routing probability of each row of x, or None for 1.
         activation: "gelu" (erf, what ``activation_func=F.gelu`` runs) or "gelu_tanh".
-        main_grads: where the gradients of w1 and of w2 go, each None to return it.
+        main_grads: buffers for the gradients of w1 and of w2; None: the gradient is returned.
 
     Returns:
         y_TD in the dtype of x.
@@ -112,7 +112,7 @@ def grouped_mlp(
     dtype = compute_dtype(x_TD, w1_EFD, w2_EDF, *([] if probs_T is None else [probs_T]))
     probs = [None] * len(counts) if probs_T is None else probs_T.to(dtype).split(counts)
     outputs = []
-    # Experts without tokens run too, on zero rows: that ties their weights into the graph with a zero gradient.
+    # Experts without tokens run too, on zero rows, so that their weights get a zero gradient.
     for x_tD, w1_FD, w2_DF, prob_t in zip(x_TD.split(counts), w1_EFD.unbind(), w2_EDF.unbind(), probs, strict=True):
         h_tF = ACTIVATIONS[activation](F.linear(x_tD.to(dtype), w1_FD.to(dtype)))
         if prob_t is not None:
@@ -146,7 +146,7 @@ def check_routed(
 
 
 def check_topk(routing_TE: torch.Tensor, topk: int, exact: bool = True) -> None:
-    """Raise ModelError unless every token has so many experts, or at most so many; the host waits."""
+    """Raise ModelError unless every token has ``topk`` experts, or at most that many (not ``exact``); synchronises the host."""
     experts_T = routing_TE.sum(1)
     if (wrong := (experts_T != topk if exact else experts_T > topk).nonzero()).numel():
         first = int(wrong[0])
@@ -182,9 +182,9 @@ def routed_mlp(
         routing_TE: bool, which experts each token goes to.
         probs_TE: routing probabilities, of any float dtype; those of experts that a token is not routed to are not read and
             have a gradient of zero.
-        w1_EFD, w2_EDF, activation, main_grads: as :func:`grouped_mlp` has them.
+        w1_EFD, w2_EDF, activation, main_grads: as in :func:`grouped_mlp`.
         topk: experts of each token.
-        exact: False: at most so many, or none, for which a token gets zeros: it has its others on other ranks.
+        exact: False: a token may have fewer experts here, or none (its output is then 0), because others are on other ranks.
 
     Returns:
         y_TD in the dtype of x.

@@ -1,6 +1,6 @@
 """Routed experts by Transformer Engine: its permutation, and GroupedLinear with the experts' matrices instead of its own.
 
-Used only where it is named: the host waits for the number of rows of each expert, and float32 is multiplied in TF32.
+Used only when requested by name: the host waits for each expert's row count, and float32 is multiplied in TF32.
 Intermediate results are rounded to the dtype of x. In an FP8 scope operands are quantised, and each expert's rows padded.
 
 Legend: T tokens, E experts, R rows (each token once for each of its experts, and padding), D model width, F expert width.
@@ -38,10 +38,10 @@ def grouped_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Compute as the reference does; in an FP8 scope each expert's rows have to be a multiple of 16.
+    """Compute as the reference does; in an FP8 scope each expert's row count must be a multiple of 16.
 
     Raises:
-        ModelError: as the reference, or the scope uses delayed scaling, which keeps a layer's maxima in its module: here
+        ModelError: as in the reference, or the scope uses delayed scaling, which keeps amax history in the module: here
             layers of equal sizes share one module.
         BackendError: the feature is off, or Transformer Engine is not installed.
     """
@@ -54,8 +54,8 @@ def grouped_mlp(
     state = te_imports.entry("FP8GlobalStateManager")
     if state.is_fp8_enabled() and state.get_fp8_recipe().delayed():
         raise ModelError(
-            "experts by Transformer Engine are in an FP8 scope with delayed scaling, whose maxima layers of equal sizes would "
-            "share; use block or current scaling, or another backend of the experts"
+            "experts by Transformer Engine are in an FP8 scope with delayed scaling; layers of equal sizes would share one "
+            "amax history: use block or current scaling, or another backend of the experts"
         )
     h_RF = ACTIVATIONS[activation](_product(x_RD, counts_E, w1_EFD))
     if probs_R is not None:
@@ -77,14 +77,14 @@ def routed_mlp(
     """Compute as the reference's function of this name does.
 
     Raises:
-        ModelError: as the reference, or there is no token.
+        ModelError: as in the reference, or there are no tokens.
         BackendError: a feature is off, or Transformer Engine is not installed.
     """
     _require("experts", "permute")
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     check_topk(routing_TE, topk)
     if not x_TD.shape[0]:
-        raise ModelError("x has no token, and Transformer Engine's permutation takes one or more; use the reference")
+        raise ModelError("x has no tokens, but Transformer Engine's permutation needs at least one; use the reference")
     counts_E, mask_TE, offsets = routing_TE.sum(0).cpu(), routing_TE.to(torch.int32), None
     if te_imports.entry("FP8GlobalStateManager").is_fp8_enabled():
         permute = te_imports.entry("moe_permute_and_pad_with_probs")
@@ -111,5 +111,5 @@ def _product(x_RI: torch.Tensor, counts_E: torch.Tensor, weight_EOI: torch.Tenso
 
 @functools.cache
 def _module(experts: int, outputs: int, width: int, dtype: torch.dtype) -> Any:
-    """GroupedLinear of these sizes, its own weights on the meta device."""
+    """Create a GroupedLinear of these sizes, with its own weights on the meta device."""
     return te_imports.entry("GroupedLinear")(experts, width, outputs, bias=False, params_dtype=dtype, device="meta")

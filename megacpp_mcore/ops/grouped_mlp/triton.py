@@ -1,10 +1,10 @@
 """Routed experts on a GPU by Triton kernels, and by PyTorch's grouped product where there is nothing to fuse.
 
-:func:`grouped_mlp` and :func:`routed_mlp` compute what the reference's functions of these names do. The host never waits for
+:func:`grouped_mlp` and :func:`routed_mlp` match the reference's functions of the same names. The host never waits for
 the device or reads its counts, so a CUDA graph can capture them. Saved for backward: the inputs, the first product, and up to
 three numbers per row; the activation is recomputed. Tokens are never copied once per expert.
 
-Legend: T tokens, E experts, K experts per token, or at most so many, R rows (T × K), D model width, F expert width.
+Legend: T tokens, E experts, K experts per token (maximum), R rows (T × K), D model width, F expert width.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from megacpp_mcore.ops.main_grad import MainGrad, check_main_grad
 from megacpp_mcore.ops.triton_launch import launch, options
 
 DTYPES = (torch.bfloat16,)
-"""Of tokens and weights. PyTorch's grouped product has a kernel only for this dtype; for others it loops over counts, for
-which the host waits."""
+"""Dtypes of tokens and weights. PyTorch's grouped product has a kernel only for this one; for others it loops over the counts,
+which synchronises the host."""
 
 EXPERTS = 256
-"""Most experts: each program holds one number per expert."""
+"""Maximum number of experts: each program holds one number per expert."""
 
 FORWARD: dict[str, int] = {"BM": 128, "BN": 256, "BK": 64, "SPLIT": 4, "STAGES": 4, "num_warps": 8}
 BACKWARD: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "SPLIT": 8, "STAGES": 3, "num_warps": 4}
 WEIGHTS: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3, "num_warps": 8}
 """Launch options of the products: among the fastest on an H200 at NAM56R's widths, and checked against float64 there.
 
-The rows of a tile (BM, in WEIGHTS BK) are multiples of one another, in this order: of the unused rows behind the last expert's
-each product reads what the one before has written.
+The row tile sizes (BM, in WEIGHTS BK) are multiples of one another, in this order: each product reads only those unused rows
+after the last expert's that the previous product has written.
 """
 
 
 class Rows(NamedTuple):
-    """Assignment of rows to experts and tokens; int32, but for the float32 probabilities.
+    """Assignment of rows to experts and tokens; int32, except for the float32 probabilities.
 
     Attributes:
         end_E: where each expert's rows end.
         row_TK: the rows of each token; None if the input is rows instead of tokens.
-        token_R: the token of each row; None likewise.
+        token_R: the token of each row; None in the same case.
         prob_R: the probability of each row; None for 1.
     """
 
@@ -60,17 +60,17 @@ class Products(NamedTuple):
     """The products of one backend or precision, in execution order.
 
     Attributes:
-        multiple: what widths have to be a multiple of.
+        multiple: widths must be a multiple of this.
         weights: (w1, w2) -> the tuple that the other functions take as ``weights``.
-        hidden: (x, rows, weights, activation) -> what backward needs of it, and the left operand of the second product.
+        hidden: (x, rows, weights, activation) -> tensors saved for backward, and the left operand of the second product.
         output: (that operand, weights, rows) -> the second product.
-        hidden_gradient: (gradient of the second product, rows, weights, what ``hidden`` kept, activation) -> the activation,
+        hidden_gradient: (gradient of the second product, rows, weights, what ``hidden`` saved, activation) -> the activation,
             the gradient of the first product, partial gradients of the probabilities, and the left operand of
             ``input_gradient``.
         input_gradient: (that operand, weights, rows) -> the gradient of the rows.
         weight_gradient: as :func:`weight_gradient`, of x and the gradient of the first product (for w1), or of the output's
-            gradient and the activation (for w2), these in the form in which ``hidden_gradient`` returns them.
-        check: raises where the device of x is not supported.
+            gradient and the activation (for w2), in the form in which ``hidden_gradient`` returns them.
+        check: raises if the device of x is not supported.
     """
 
     multiple: int
@@ -104,18 +104,18 @@ def _check_kernels(
     dtypes = [x.dtype, w1_EFD.dtype, w2_EDF.dtype]
     if len(set(dtypes)) > 1 or x.dtype not in DTYPES:
         raise ModelError(
-            f"the experts' kernels were given {', '.join(map(str, dtypes))} as x, w1 and w2; they take one of {DTYPES}, all "
-            "three alike: use the reference"
+            f"the experts' kernels got {', '.join(map(str, dtypes))} as x, w1 and w2; they take one of {DTYPES}, the same "
+            "for all three: use the reference"
         )
     multiple = products.multiple
     if any(width % multiple for width in w1_EFD.shape[1:]):
         raise ModelError(
-            f"the experts' kernels were given widths F, D = {list(w1_EFD.shape[1:])}; they take multiples of {multiple}: use "
+            f"the experts' kernels got widths F, D = {list(w1_EFD.shape[1:])}; they take multiples of {multiple}: use "
             "the reference"
         )
     if w1_EFD.shape[0] > EXPERTS:
         raise ModelError(
-            f"the experts' kernels were given {w1_EFD.shape[0]} experts; they take up to {EXPERTS}: use the reference"
+            f"the experts' kernels got {w1_EFD.shape[0]} experts; they take up to {EXPERTS}: use the reference"
         )
 
 
@@ -197,7 +197,7 @@ class RoutedMLP(torch.autograd.Function):
         dy_TD, rows, products = packed(dy_TD), Rows(end_E, row_TK, token_R, prob_R), ctx.call.products
         a, dh, dprob_PR, left = products.hidden_gradient(dy_TD, rows, weights, saved, ctx.call.activation)
         dw2_EDF = _of_weight(ctx.call, dy_TD, rows, a, tokens_left=True) if ctx.needs_input_grad[4] else None
-        del a  # what follows reuses its memory
+        del a  # free its memory for what follows
         dprobs_TE = torch.empty_like(routing_TE, dtype=ctx.probs_dtype)
         dx_RD = products.input_gradient(left, weights, rows)
         dx_TD = summed(dx_RD, row_TK, ctx.exact, (routing_TE, dprob_PR, dprobs_TE))
@@ -207,7 +207,7 @@ class RoutedMLP(torch.autograd.Function):
 
 
 def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: bool) -> torch.Tensor | None:
-    """Return the gradient of w2 (tokens on the left) or of w1; where it is added to a buffer, that buffer's placeholder."""
+    """Return the gradient of w2 (tokens on the left) or of w1; if it is added to a buffer, the buffer's placeholder."""
     main_grad = call.main_grads[tokens_left]
     total = None if main_grad is None else main_grad.buffer
     gradient = call.products.weight_gradient(x, rows, h, tokens_left=tokens_left, total=total)
@@ -215,7 +215,7 @@ def _of_weight(call: Call, x: torch.Tensor, rows: Rows, h: Any, *, tokens_left: 
 
 
 def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int, exact: bool) -> tuple[Rows, torch.Tensor]:
-    """Assign rows to experts and tokens; also return its ``row_TK`` by itself."""
+    """Assign rows to experts and tokens; also return ``row_TK`` separately."""
     T, E = routing_TE.shape
     experts = triton.next_power_of_2(E)
     tokens = max(16, min(64, 4096 // experts))
@@ -298,9 +298,9 @@ def _input_gradient(dh_RF: torch.Tensor, weights: Sequence[torch.Tensor], rows: 
 def weight_gradient(
     x: torch.Tensor, rows: Rows, h_RF: torch.Tensor, *, tokens_left: bool, total: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each expert's ``xᵀ h`` [E, D, F] over its rows (tokens are gathered), or ``hᵀ x`` [E, F, D] unless ``tokens_left``.
+    """Compute each expert's ``xᵀ h`` [E, D, F] over its rows (tokens gathered), or ``hᵀ x`` [E, F, D] unless ``tokens_left``.
 
-    With ``total`` it is added to that; without rounding it first, where that is float32.
+    With ``total`` the result is added to it; without being rounded first, if ``total`` is float32.
     """
     E, (R, F), D = rows.end_E.shape[0], h_RF.shape, x.shape[1]
     M, N = (D, F) if tokens_left else (F, D)
@@ -325,7 +325,7 @@ def summed(
     exact: bool,
     probabilities: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
 ) -> torch.Tensor:
-    """Each token's sum over its rows; also writes the gradients of all probabilities, given routing and their partial sums."""
+    """Sum each token's rows; given routing and partial sums, also write the gradients of all probabilities."""
     (R, D), (T, K), (routing_TE, dprob_PR, _) = y_RD.shape, row_TK.shape, probabilities
     y_TD, E = y_RD.new_empty(T, D), 1 if routing_TE is None else routing_TE.shape[1]
     if T:
@@ -348,20 +348,20 @@ def grouped_mlp(
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
-    """Compute as the reference's function of this name does, in bfloat16.
+    """Compute the reference's :func:`grouped_mlp` in bfloat16.
 
     Products are rounded to bfloat16; their accumulators are float32.
 
     Args:
         x_RD, w1_EFD, w2_EDF: as in the reference; copied if not contiguous or not 16-byte aligned.
-        tokens_per_expert_E: counts on the host are checked; those on the device are not read back. If those sum to less than
+        tokens_per_expert_E: counts on the host are checked; counts on the device are not read back. If they sum to less than
             R, the results of the remaining rows, and the gradients of weights, are undefined. A CUDA graph needs them on the
             device.
         probs_R, activation, main_grads: as in the reference.
-        products: those of another precision or backend.
+        products: the products of another precision or backend.
 
     Raises:
-        ModelError: as the reference, but for counts on the device; or a dtype not in :data:`DTYPES`, widths that are not
+        ModelError: as in the reference, except for counts on the device; or a dtype not in :data:`DTYPES`, widths that are not
             multiples of 8 (rows of a grouped product are 16-byte aligned), or more experts than :data:`EXPERTS`.
     """
     check_activation(activation)
@@ -389,20 +389,20 @@ def routed_mlp(
     main_grads: Sequence[MainGrad | None] = (None, None),
     products: Products = BF16,
 ) -> torch.Tensor:
-    """Compute as the reference's function of this name does, in bfloat16.
+    """Compute the reference's :func:`routed_mlp` in bfloat16.
 
-    Products are rounded to bfloat16, and so is each sum over a token's experts, once. Memory is taken for ``topk`` rows of
-    every token, also where it has fewer; the time is that of the rows there are.
+    Products are rounded to bfloat16, and so is each sum over a token's experts, once. Memory is allocated for ``topk`` rows per
+    token, even if it has fewer; time depends on the actual number of rows.
 
     Args:
         x_TD, probs_TE, w1_EFD, w2_EDF, topk, exact, activation, main_grads: as in the reference; copied if not contiguous or
             not 16-byte aligned.
-        routing_TE: as in the reference, but the host reads no value: a token with another number of experts gets NaN as
-            output and gradient, and may spoil others.
-        products: those of another precision or backend.
+        routing_TE: as in the reference, but the host reads no value: a token with a wrong number of experts gets NaN as
+            output and gradient, and may corrupt others.
+        products: the products of another precision or backend.
 
     Raises:
-        ModelError: as the reference, but for a token's number of experts; or as :func:`grouped_mlp`.
+        ModelError: as in the reference, except for a token's number of experts; or as in :func:`grouped_mlp`.
     """
     check_routed(x_TD, routing_TE, probs_TE, w1_EFD, w2_EDF, topk, activation)
     _check_kernels(x_TD, w1_EFD, w2_EDF, products, main_grads)

@@ -1,13 +1,13 @@
-"""The index cache: a Full layer's top-k indices reach its Shared layers, for each micro-batch and under recompute.
+"""The index cache: passes a Full layer's top-k indices to its Shared layers, per micro-batch and under recompute.
 
-What identifies a micro-batch is never a number. The forward passes of one model chunk follow each other in every pipeline
-schedule, so between a Full layer and its Shared layers only the micro-batch that is passing through the chunk can be meant:
-:class:`IndexCache` holds one entry a Full layer, which is gone when each of its Shared layers has read it once. Recompute
-happens during the backward pass, with other micro-batches in between. There the checkpointed function itself stands for the
-layers and the micro-batch: each checkpoint call has its own, the autograd graph keeps it until it is run again, and
-:class:`Recomputed` lets it remember what its layers published and read the first time. Nothing outlives the graph.
+Micro-batches are not identified by a number. The forward passes of one model chunk follow each other in every pipeline
+schedule, so between a Full layer and its Shared layers there is only the micro-batch now passing through the chunk:
+:class:`IndexCache` holds one entry per Full layer, dropped when each of its Shared layers has read it once. Recompute
+happens during the backward pass, with other micro-batches in between. There the checkpointed function itself identifies the
+layers and the micro-batch: each checkpoint call has its own function, the autograd graph keeps it until it is run again, and
+:class:`Recomputed` makes it remember what its layers published and read the first time. Nothing outlives the graph.
 
-No torch here: selections are handed on as they are. Legend: S queries, B batch, N top-k.
+No torch here: selections are passed on unchanged. Legend: S queries, B batch, N top-k.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megacpp_mcore.errors import ModelError
 
 @dataclass(frozen=True)
 class Selection:
-    """What a Full layer hands on.
+    """The keys that a Full layer selected, for its Shared layers.
 
     Attributes:
         index: the selected keys of each query, ``[B, S, N]``.
-        length: how many of them are valid ``[B, S]``, where a kernel says so; else None.
-        sink: where layers that attend to these keys leave the target of the Full layer's indexer
-            (:class:`megacpp_mcore.ops.indexer.training.TargetSum`); None where the indexer is not trained.
+        length: how many of them are valid ``[B, S]``, if a kernel reports it; else None.
+        sink: accumulates the target of the Full layer's indexer from the layers that attend to these keys
+            (:class:`megacpp_mcore.ops.indexer.training.TargetSum`); None if the indexer is not trained.
     """
 
     index: Any
@@ -42,14 +42,14 @@ _Passed = tuple["IndexCache", int, Selection]
 
 @dataclass
 class _Run:
-    """One run of a checkpointed function: what its layers passed on, and what they are to pass on when it is a repetition."""
+    """One run of a checkpointed function: what its layers passed on, and, if it is a recompute, what they must pass on."""
 
     first: Iterator[_Passed] | None
     passed: list[_Passed] = field(default_factory=list)
 
 
 class _Runs(threading.local):
-    """The runs that are under way in this thread, outermost first; a backward pass may have a thread of its own."""
+    """The runs in progress in this thread, outermost first; a backward pass may have a thread of its own."""
 
     def __init__(self) -> None:
         self.stack: list[_Run] = []
@@ -70,22 +70,22 @@ class IndexCache:
         self._entries: dict[int, tuple[Selection, set[int]]] = {}
 
     def assign(self, sources: Mapping[int, int]) -> None:
-        """Serve other Shared layers from now on; what is under way is dropped."""
+        """Serve other Shared layers from now on; drop all entries."""
         self._sources = dict(sources)
         self._entries.clear()
 
     def __len__(self) -> int:
-        """How many Full layers have published what not all of their Shared layers have read."""
+        """Count the Full layers with entries that some of their Shared layers have not read."""
         return len(self._entries)
 
     def readers(self, layer: int) -> int:
-        """How many Shared layers Full layer ``layer`` serves."""
+        """Return how many Shared layers Full layer ``layer`` serves."""
         return sum(full == layer for full in self._sources.values())
 
     def publish(self, layer: int, selection: Selection) -> None:
-        """Hand ``selection`` of Full layer ``layer`` to the Shared layers it serves.
+        """Pass ``selection`` of Full layer ``layer`` to the Shared layers it serves.
 
-        When the layer is recomputed this does nothing: its Shared layers have their indices from the first run.
+        Does nothing when the layer is recomputed: its Shared layers have their indices from the first run.
         """
         if self.recall(layer) is not None:
             return
@@ -95,7 +95,7 @@ class IndexCache:
         self._note(layer, selection)
 
     def recall(self, layer: int) -> Selection | None:
-        """Return what Full layer ``layer`` published in the first run, when this is a recompute of it; None in a first run.
+        """Return what Full layer ``layer`` published in the first run, if this is a recompute; None in a first run.
 
         A recomputed layer either recalls its selection or publishes another one, which is dropped.
 
@@ -110,14 +110,14 @@ class IndexCache:
         return selection
 
     def forget(self, layer: int) -> None:
-        """Take back what Full layer ``layer`` has published and not all of its Shared layers have read."""
+        """Drop the entry of Full layer ``layer``, if any of its Shared layers has yet to read it."""
         self._entries.pop(layer, None)
 
     def read(self, layer: int) -> Selection:
-        """Return what Shared layer ``layer`` attends to: the object its Full layer published for this micro-batch.
+        """Return the selection for Shared layer ``layer``: the object its Full layer published for this micro-batch.
 
         Raises:
-            ModelError: when the Full layer has not run in this forward pass, or a recompute differs from the first run.
+            ModelError: the Full layer has not run in this forward pass, or a recompute differs from the first run.
         """
         first = _repetition()
         selection = self._take(layer) if first is None else self._repeat(layer, first)
@@ -125,15 +125,15 @@ class IndexCache:
         return selection
 
     def peek(self, layer: int) -> Selection:
-        """Return what Shared layer ``layer`` is going to read; it stays there, and no recompute will ask for it.
+        """Return what Shared layer ``layer`` is going to read, without consuming it or recording it for a recompute.
 
         Raises:
-            ModelError: as :meth:`read`.
+            ModelError: as in :meth:`read`.
         """
         return self._entry(layer)[0]
 
     def _note(self, layer: int, selection: Selection) -> None:
-        """Remember for a recompute of any checkpointed function that is under way for the first time."""
+        """Record ``selection`` for the recompute of every checkpointed function in its first run."""
         for run in _RUNS.stack:
             if run.first is None:
                 run.passed.append((self, layer, selection))
@@ -153,7 +153,7 @@ class IndexCache:
                 f"layer {layer} shares the indices of layer {full}, which has not published any for this micro-batch: the "
                 "Shared layer was run without its Full layer, twice after it, by a recompute that is not Megatron's own "
                 "(tensor_parallel.checkpoint, te_checkpoint), or recomputed while the patch dsa-index-cache is not applied; "
-                "run the layers of a model chunk in their order, and leave that patch in place",
+                "run the layers of a model chunk in order, and keep that patch applied",
                 code="not-published",
             )
         return selection, readers
@@ -164,15 +164,15 @@ class IndexCache:
             raise ModelError(
                 f"recompute reached sparse layer {layer} where the first run had "
                 + ("none" if recorded is None else f"layer {recorded}")
-                + "; a checkpointed function has to run the same layers each time"
+                + "; a checkpointed function must run the same layers each time"
             )
         return selection
 
 
 class Recomputed:
-    """A function under activation checkpointing, whose sparse layers select and read on each run what they did on the first.
+    """A function under activation checkpointing that replays the selections of its sparse layers' first run.
 
-    Pass it to the checkpoint instead of ``function``. It must be a new one for each checkpoint call, and it keeps the
+    Pass it to the checkpoint instead of ``function``. Create a new one for each checkpoint call; it keeps the
     indices alive as long as the autograd graph keeps it: until the backward pass of the micro-batch is done.
     """
 
@@ -181,7 +181,7 @@ class Recomputed:
         self._passed: tuple[_Passed, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function; the first run that ends well is the one that later runs repeat."""
+        """Run the function; the first run without an exception is the one that later runs replay."""
         run = _Run(first=None if self._passed is None else iter(self._passed))
         _RUNS.stack.append(run)
         try:
@@ -194,7 +194,7 @@ class Recomputed:
 
 
 def _repetition() -> Iterator[_Passed] | None:
-    """Return what the first run passed on, of the innermost run under way that is a repetition; None in a first run."""
+    """Return what the first run of the innermost recompute in progress passed on; None outside of a recompute."""
     for run in reversed(_RUNS.stack):
         if run.first is not None:
             return run.first

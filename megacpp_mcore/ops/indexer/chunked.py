@@ -1,15 +1,15 @@
-"""Features of megatron-core's DSA indexer beyond ours, in bounded memory: its masks, its top-k order, its KL losses.
+"""Features of megatron-core's DSA indexer that ours lacks, in bounded memory: its masks, its top-k order, its KL losses.
 
 Shape legend: S queries, R queries of one chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys
 per query (top-k), A attention heads (of this rank), G key heads of the attention (1 or A), K attention head width.
 
 Where the S × T pairs exceed a chunk (:data:`BLOCK_ELEMENTS`), no tensor has both a head dimension and all of them, and none
 has B·S·T elements except the result of :func:`indexer_scores`. Nothing here synchronises with a GPU or copies from the host,
-so a CUDA graph can capture all of it. Everything is plain PyTorch, except for what Triton kernels compute of the inputs that
-they take, without a tensor with a head dimension: scores (:attr:`Indexer.by_kernel`), targets (:meth:`Attention.by_kernel`),
-and with both of them gradients (of the sparse loss, :attr:`Indexer.learns_by_kernel`). Scores and the gradient of the sparse
+so a CUDA graph can capture all of it. Everything is plain PyTorch, except where Triton kernels support the inputs; they
+allocate no tensor with a head dimension: scores (:attr:`Indexer.by_kernel`), targets (:meth:`Attention.by_kernel`), and,
+where both apply, gradients (of the sparse loss, :attr:`Indexer.learns_by_kernel`). Scores and the gradient of the sparse
 loss are those of ``reference.py``, which is the truth for causal masks; this module adds bounds by position, additive masks,
-scores without ReLU, stock's order of keys, targets computed from the attention's query and key, and the dense loss.
+scores without ReLU, Megatron's key order, targets computed from the attention's query and key, and the dense loss.
 Sources: DeepSeek-V3.2 report, equations 1 to 4; behaviour of megatron-core 0.19
 ``transformer/experimental_attention_variant/{dsa,dsa_masking,dsa_indexer_loss}.py``.
 """
@@ -33,8 +33,8 @@ from megacpp_mcore.ops.visibility import query_chunks
 
 BLOCK_ELEMENTS = 2**24
 """Elements of a chunk's largest temporary: 64 MiB in float32. At most three tensors of that size are alive at once (and some
-without a head dimension, smaller by it), which bounds what a call needs beside its inputs, float32 copies of k and key,
-and its results. A chunk has at least one query: where B·T·max(H, A) is more than this, that is the size."""
+smaller ones without a head dimension), which bounds what a call needs in addition to its inputs, float32 copies of k and key,
+and its results. A chunk has at least one query: if B·T·max(H, A) is more than this, that is the size."""
 
 EPSILON = 1e-10
 """Smallest divisor of a probability and smallest argument of a logarithm, as in megatron-core's loss."""
@@ -45,7 +45,7 @@ Reduce = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Which keys a query may select: those whose position lies in ``[start, end)``, or those an additive mask leaves finite.
+    """Which keys a query may select: those with a position in ``[start, end)``, or those where an additive mask is finite.
 
     Make one with :meth:`within`, :meth:`causal` or :meth:`additive`.
     """
@@ -68,11 +68,11 @@ class KeyRule:
 
     @classmethod
     def additive(cls, mask: torch.Tensor) -> KeyRule:
-        """``mask`` is [S, T] or [B, S, T]; it is added to scores, and keys are masked where it is not finite."""
+        """Make a rule from ``mask``, [S, T] or [B, S, T]: it is added to scores, and keys are masked where it is not finite."""
         return cls(mask_BST=mask if mask.dim() == 3 else mask[None])
 
     def bias(self, rows: range) -> torch.Tensor | None:
-        """Return what to add to the scores of ``rows``, ``[1 or B, R, T]``; None where keys are hidden by position."""
+        """Return the bias on the scores of ``rows``, ``[1 or B, R, T]``; None if keys are masked by position."""
         return None if self.mask_BST is None else self.mask_BST[:, rows.start : rows.stop]
 
     def valid(self, rows: range) -> torch.Tensor:
@@ -94,7 +94,7 @@ class KeyRule:
         return _inside(rows, starts_S, ends_S, position_T[key_BRN])
 
     def apply_(self, score_BRT: torch.Tensor, rows: range) -> None:
-        """Hide from ``score_BRT``, in place, what the queries at ``rows`` may not select."""
+        """Mask in ``score_BRT``, in place, the keys that the queries at ``rows`` may not select."""
         bias = self.bias(rows)
         if bias is None:
             score_BRT.masked_fill_(~self.valid(rows), float("-inf"))
@@ -103,7 +103,7 @@ class KeyRule:
 
     @cached_property
     def kernel_bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Starts, ends and positions for the kernels."""
+        """Return starts, ends and positions for the kernels."""
         starts_S, ends_S, position_T = (bound.int().contiguous() for bound in self._bounds())
         return starts_S, ends_S, position_T
 
@@ -127,7 +127,7 @@ class Indexer:
         k_TBD: indexer keys, one for all heads, rope applied.
         w_SBH: head weights, scale included.
         relu: whether ``q·k`` goes through ReLU.
-        kernel: whether the scores may be the Triton kernel's, where it covers them.
+        kernel: whether the Triton kernel may compute the scores, where it supports the inputs.
 
     Raises:
         ModelError: shapes or dtypes are not as described.
@@ -150,12 +150,12 @@ class Indexer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype to compute in: float32, or float64 where an input is."""
+        """The dtype to compute in: float32, or float64 if an input is."""
         return compute_dtype(self.q_SBHD, self.k_TBD, self.w_SBH)
 
     @property
     def by_kernel(self) -> bool:
-        """Whether :meth:`scores` are the Triton kernel's: for q and k of one 16-bit dtype on one GPU, ReLU, and its widths."""
+        """Whether the Triton kernel computes :meth:`scores`: q and k of one 16-bit dtype on one GPU, ReLU, and its widths."""
         q, k, w = self.q_SBHD, self.k_TBD, self.w_SBH
         if (
             not (self.kernel and self.relu)
@@ -173,7 +173,7 @@ class Indexer:
 
     @property
     def learns_by_kernel(self) -> bool:
-        """Whether the gradient of the sparse loss is the Triton kernel's where its target is (:meth:`Attention.by_kernel`)."""
+        """Whether the Triton kernel computes the sparse loss's gradient, given that :meth:`Attention.by_kernel` is true."""
         if not self.by_kernel or unfit("indexer_grad"):
             return False
         from megacpp_mcore.ops.indexer.triton import HEAD_DIM, MOST_HEADS
@@ -186,7 +186,7 @@ class Indexer:
         return self.k_TBD.to(self.dtype).transpose(0, 1)
 
     def rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """``q_BRHD`` and ``w_BRH`` of a chunk, in the compute dtype."""
+        """Return ``q_BRHD`` and ``w_BRH`` of a chunk, in the compute dtype."""
         q, w = (tensor[rows.start : rows.stop].to(self.dtype).transpose(0, 1) for tensor in (self.q_SBHD, self.w_SBH))
         return q, w
 
@@ -201,9 +201,9 @@ class Indexer:
         return len(self.k_TBD) * (1 if self.by_kernel else self.q_SBHD.shape[2])
 
     def scores(self, rows: range, out_BRT: torch.Tensor | None = None) -> torch.Tensor:
-        """``score_BRT`` of a chunk, which is ``out_BRT`` where that is given.
+        """Compute ``score_BRT`` of a chunk, into ``out_BRT`` if passed.
 
-        By the kernel there is no temporary, and rows of ``out_BRT`` have stride T; else there is one of [B, R, H, T].
+        The kernel needs no temporary, and rows of ``out_BRT`` have stride T; PyTorch needs one of [B, R, H, T].
         """
         if not self.by_kernel:
             here = slice(rows.start, rows.stop)
@@ -218,7 +218,7 @@ class Indexer:
 
 
 def unfit(*ops: str) -> str | None:
-    """Return why kernels of ``ops`` (:mod:`megacpp_mcore.backends.architectures`) are not for this GPU; None: they are."""
+    """Return why kernels of ``ops`` (:mod:`megacpp_mcore.backends.architectures`) do not support this GPU; None: they do."""
     return _unfit_for(probes.arch(), ops)
 
 
@@ -239,10 +239,10 @@ class Attention:
 
     Attributes:
         query_SBAK: attention queries.
-        key_TBGK: attention keys; one head (multi-query, as absorbed MLA has) or as many as queries.
+        key_TBGK: attention keys; one head (multi-query, as in absorbed MLA) or as many as queries.
         softmax_scale: factor on q·k before the softmax.
-        reduce: sums the target over the tensor-parallel ranks, in place, or None. Every rank has to hold the same selection.
-        kernel: whether targets may be the Triton kernels', where they cover them.
+        reduce: all-reduces the target over the tensor-parallel ranks, in place, or None. All ranks must share the selection.
+        kernel: whether the Triton kernels may compute targets, where they support the inputs.
 
     Raises:
         ModelError: shapes or dtypes are not as described.
@@ -265,8 +265,8 @@ class Attention:
             )
 
     def by_kernel(self, rule: KeyRule) -> bool:
-        """Return whether targets are the Triton kernels': query and key of one 16-bit dtype on one GPU, one key head, a
-        width of theirs, and no additive mask."""
+        """Return whether the Triton kernels compute targets: query and key of one 16-bit dtype on one GPU, one key head, a
+        supported width, and no additive mask."""
         query, key = self.query_SBAK, self.key_TBGK
         if not self.kernel or query.device != key.device or not _runs_kernels(query.device):
             return False
@@ -290,7 +290,7 @@ class Attention:
         return self.normalised(target)
 
     def keys(self) -> torch.Tensor:
-        """``key_BGTK`` in the compute dtype."""
+        """Return ``key_BGTK`` in the compute dtype."""
         return self.key_TBGK.to(compute_dtype(self.query_SBAK, self.key_TBGK)).permute(1, 2, 0, 3)
 
     def elements_per_query(self, topk: int | None) -> int:
@@ -301,16 +301,16 @@ class Attention:
         return topk * (width + heads) if key_heads == 1 else heads * (num_keys + topk)
 
     def logits(self, key_BGTK: torch.Tensor, rows: range) -> torch.Tensor:
-        """``logit_BRAT`` of a chunk over all keys, scaled."""
+        """Compute ``logit_BRAT`` of a chunk over all keys, scaled."""
         query_BRAK = self.query_SBAK[rows.start : rows.stop].to(key_BGTK.dtype).transpose(0, 1)
         if key_BGTK.shape[1] == 1:
             return logits(query_BRAK, key_BGTK[:, 0]).mul_(self.softmax_scale)
         return (query_BRAK.transpose(1, 2) @ key_BGTK.transpose(2, 3)).mul_(self.softmax_scale).transpose(1, 2)
 
     def logits_at(self, key_BGTK: torch.Tensor, rows: range, at_BRN: torch.Tensor) -> torch.Tensor:
-        """``logit_BRAN`` of a chunk over some keys of each query, scaled.
+        """Compute ``logit_BRAN`` of a chunk over some keys of each query, scaled.
 
-        With one key head the keys are gathered. With many that would cost A·K numbers a selected key, more than scoring
+        With one key head the keys are gathered. With many heads that would cost A·K numbers per selected key, more than scoring
         every key as long as T < N·K, so there all keys are scored and the scores gathered.
         """
         if key_BGTK.shape[1] == 1:
@@ -336,7 +336,7 @@ class Attention:
         return self.normalised(logit.div_(logit.sum(dim=-1, keepdim=True).clamp_min(EPSILON)).sum(dim=2))
 
     def normalised(self, target: torch.Tensor) -> torch.Tensor:
-        """``target``, in place summed over ranks and L1-normalised."""
+        """All-reduce ``target`` over ranks and L1-normalise it, in place."""
         if self.reduce is not None:
             self.reduce(target)
         return target.div_(target.sum(dim=-1, keepdim=True).clamp_min(EPSILON))
@@ -348,7 +348,7 @@ def _gather(k_BTD: torch.Tensor, at_BRN: torch.Tensor) -> torch.Tensor:
 
 
 def _divergence(target: torch.Tensor, score: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """``KL(target ‖ softmax(score))`` of each row over its valid keys; 0 for a row that has none."""
+    """Compute ``KL(target ‖ softmax(score))`` of each row over its valid keys; 0 for a row without any."""
     score = score.masked_fill(~valid, torch.finfo(score.dtype).min)
     log_ratio = target.clamp_min(EPSILON).log_().sub_(score.log_softmax(dim=-1)).masked_fill_(~valid, 0.0)
     return log_ratio.mul_(target).sum(dim=-1)
@@ -356,7 +356,7 @@ def _divergence(target: torch.Tensor, score: torch.Tensor, valid: torch.Tensor) 
 
 @torch.no_grad()
 def indexer_scores(indexer: Indexer, rule: KeyRule | None, *, query_chunk: int | None = None) -> torch.Tensor:
-    """Return ``score_BST`` with the keys hidden that ``rule`` hides (None: none), in the compute dtype, no gradient."""
+    """Return ``score_BST``, masked by ``rule`` (None: not masked), in the compute dtype, no gradient."""
     (num_queries, batch), num_keys = indexer.q_SBHD.shape[:2], indexer.k_TBD.shape[0]
     score_BST = indexer.k_TBD.new_empty((batch, num_queries, num_keys), dtype=indexer.dtype)
     for rows in indexer.chunks(indexer.scored_elements, query_chunk):
@@ -370,17 +370,17 @@ def indexer_scores(indexer: Indexer, rule: KeyRule | None, *, query_chunk: int |
 def select(
     indexer: Indexer, topk: int, rule: KeyRule | None, *, query_chunk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select each query's highest-scoring keys among those that ``rule`` leaves (None: among all).
+    """Select each query's highest-scoring keys among those that ``rule`` allows (None: all).
 
     Args:
-        indexer: what scores.
+        indexer: inputs of the scores.
         topk: keys to select; values over T act as T.
         rule: which keys may be selected.
-        query_chunk: queries in a chunk, or None to choose (the result is the same but for rounding).
+        query_chunk: queries per chunk, or None to choose (the result is the same except for rounding).
 
     Returns:
-        score_BSN in the compute dtype, and index_BSN, int64; by descending score, ties as ``torch.topk`` leaves them. Where
-        a query may select fewer than N keys, its last scores are -inf and its last indices -1.
+        score_BSN in the compute dtype, and index_BSN, int64; by descending score, ties in the order of ``torch.topk``. If a
+        query may select fewer than N keys, its last scores are -inf and its last indices -1.
 
     Raises:
         ModelError: topk is below 1.
@@ -450,7 +450,7 @@ def dense_divergence(
     """``KL(target ‖ softmax(score))`` over all keys that a query sees; DeepSeek-V3.2 report, equation 3.
 
     Args:
-        indexer: what scores.
+        indexer: inputs of the scores.
         attention: defines the target.
         rules: the rule of the selection, and the rule of the loss; the scores go through both, the target through the latter.
         query_chunk: as for :func:`select`.
@@ -500,7 +500,7 @@ def _dense_targets(attention: Attention, rule: KeyRule) -> tuple[DenseTargets, i
 
 
 Targets = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""Of a chunk's queries: the selected keys that count, -1 instead of others, the target at them, and their bias."""
+"""For a chunk's queries: the selected keys that count (others are -1), the target at them, and their bias."""
 
 
 def _targets(attention: Attention, index_BSN: torch.Tensor, rule: KeyRule) -> tuple[Targets, int]:
@@ -555,7 +555,7 @@ class _Gradients:
     def add(
         self, indexer: Indexer, grad_BRT: torch.Tensor, weight_BS: torch.Tensor, rule: KeyRule, rows: range
     ) -> None:
-        """Write the gradients of a chunk's queries and weights, and add its part to that of the keys, by the Triton kernels."""
+        """Write the gradients of a chunk's q and w, and accumulate that of k, by the Triton kernels."""
         from megacpp_mcore.ops.indexer.dense import add_gradients
 
         given = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH, weight_BS.float().contiguous(), rule.kernel_bounds
@@ -563,7 +563,7 @@ class _Gradients:
             add_gradients(grad_BRT, *given, rows, (self.q_SBHD, self.w_SBH, self.k_PBTD))
 
     def put(self, rows: range, q_BRHD: torch.Tensor, w_BRH: torch.Tensor) -> None:
-        """Write the gradients of a chunk's queries and weights."""
+        """Write the gradients of a chunk's q and w."""
         self.q_SBHD[rows.start : rows.stop] = q_BRHD.transpose(0, 1)
         self.w_SBH[rows.start : rows.stop] = w_BRH.transpose(0, 1)
 
@@ -582,16 +582,16 @@ def sparse_backward(
     *,
     query_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``Σ weight · rows[b, i] · KL[b, i]`` over the selected keys; every other key has none.
+    """Compute the gradients of ``Σ weight · rows[b, i] · KL[b, i]`` over the selected keys; other keys have none.
 
     The gradient of k is summed in no fixed order on a GPU, unless ``torch.use_deterministic_algorithms(True)``.
 
     Args:
-        indexer: what scored.
-        attention: defines the target, which is a constant here.
+        indexer: inputs of the scores.
+        attention: defines the target, a constant here.
         index_BSN: the selected keys, int64, -1 = none.
         rule: which of them count; its bias is added to both sides.
-        weight: the loss's gradient with respect to the divergence of a query that counts, a tensor of one.
+        weight: the loss's gradient with respect to the divergence of a query that counts, a one-element tensor.
         rows_BS: 1 for queries that count, 0 for others; None: all count.
         query_chunk: as for :func:`select`.
 
@@ -633,7 +633,7 @@ def dense_backward(
     *,
     query_chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Divergences over all keys that a query sees, and the gradients of ``Σ weight[b, i] · KL[b, i]``.
+    """Compute divergences over all keys that a query sees, and the gradients of ``Σ weight[b, i] · KL[b, i]``.
 
     Returns divergence_BS in the compute dtype, then the gradients; other arguments and gradients as in :func:`sparse_backward`.
     """
@@ -676,18 +676,18 @@ def dense_grad(
     query_chunk: int | None = None,
     kernel: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the loss of the dense warm-up and its gradients: KL of each query over every causal key of its document.
+    """Compute the loss and gradients of the dense warm-up stage: KL of each query over every causal key of its document.
 
     Source: DeepSeek-V3.2 report, equation 3.
 
     Args:
         q_SBHD, k_SBD, w_SBH: inputs of the indexer's scores.
         query_SBAK, key_SB1K: the attention that it learns, absorbed.
-        weight: factor on the gradient of each query's divergence, a tensor of one.
+        weight: factor on the gradient of each query's divergence, a one-element tensor.
         softmax_scale: of the attention.
-        seq_idx_S: number of each key's document, the same for the whole batch; None: one document.
-        positions_S: row of each query among the keys, if there are other queries than keys.
-        reduce: sums the target over the tensor-parallel ranks, in place.
+        seq_idx_S: document number of each key, the same for the whole batch; None: one document.
+        positions_S: row of each query among the keys, if the queries are not the keys' rows.
+        reduce: all-reduces the target over the tensor-parallel ranks, in place.
         query_chunk: as for :func:`select`.
         kernel: as for :class:`Indexer` and :class:`Attention`.
 

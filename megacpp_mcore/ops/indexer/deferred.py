@@ -1,4 +1,4 @@
-"""Index scores that are not computed until somebody reads them: most callers drop them."""
+"""Index scores that are computed lazily, when first read: most callers drop them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megacpp_mcore.errors import ModelError
 
 
 class DeferredScores(torch.Tensor):
-    """A tensor of known shape, dtype and device, computed when an operation first reads it, and kept from then on.
+    """A tensor of known shape, dtype and device, computed when an operation first reads it, and cached from then on.
 
-    Any torch operation reads it. Direct access to its memory (``data_ptr``, ``numpy``) is refused, because it has none; an
+    Any torch operation reads it. Direct access to its memory (``data_ptr``, ``numpy``) fails, because it has none; an
     operation's result (``scores + 0``) is an ordinary tensor.
 
     Args:
         compute: computes the scores; called at most once.
-        inputs: the tensors that it reads; if one was changed in place in the meantime, computing the scores fails.
+        inputs: the tensors that it reads; if one was changed in place before the first read, computing the scores fails.
         shape: of the scores.
         dtype: of the scores.
         device: of the scores.
@@ -44,7 +44,7 @@ class DeferredScores(torch.Tensor):
         return self
 
     def computed(self) -> torch.Tensor:
-        """Compute the scores as an ordinary tensor.
+        """Return the scores as an ordinary tensor, computing them if needed.
 
         Raises:
             ModelError: an input was changed in place before the first use.
@@ -53,8 +53,8 @@ class DeferredScores(torch.Tensor):
             for tensor, version in self._inputs:
                 if _version(tensor) != version:
                     raise ModelError(
-                        f"index scores were first read after their input of shape {list(tensor.shape)} had been changed "
-                        "in place, expected them to be read before; take scores.clone() as soon as they are returned"
+                        f"index scores were first read after their input of shape {list(tensor.shape)} was changed "
+                        "in place, expected them to be read before that; call scores.clone() as soon as they are returned"
                     )
             self._scores = self._compute()
             self._compute, self._inputs = None, ()

@@ -1,4 +1,4 @@
-"""The dense loss of the DSA indexer by Triton kernels on a GPU, for ``chunked.py``: its target over all keys, its gradients.
+"""Triton kernels of the DSA indexer's dense loss, for ``chunked.py``: the target over all keys, and the gradients.
 
 Queries are processed in chunks of R; no tensor has both a head dimension and all pairs of queries and keys. The same inputs
 give the same bits.
@@ -21,7 +21,7 @@ from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.triton_launch import launch, options
 
 HALVES = {128: (128, 0), 576: (512, 64)}
-"""By attention head width, its columns as two powers of two."""
+"""For each attention head width, its columns as two powers of two."""
 
 SUMS = {
     128: {"QUERIES": 128, "KEYS": 64, "num_warps": 8, "num_stages": 2},
@@ -35,15 +35,15 @@ LEARN = {
     64: {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2},
     128: {"QUERIES": 64, "KEYS": 64, "num_warps": 8, "num_stages": 2},
 }
-"""Launch options, by head width, of the target's denominators, of the target, and of the gradients: of tiles without a spill,
-those that should read least from the L2 cache. No others were timed."""
+"""Launch options, by head width, of the target's denominators, the target, and the gradients: among tiles without register
+spills, those estimated to read least from the L2 cache. No others were timed."""
 
 PARTS = 4
-"""Parts, by heads, of the keys' gradient, which is a sum over queries and heads."""
+"""Partial sums, over subsets of heads, of the keys' gradient, which is a sum over queries and heads."""
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LARGEST = tl.constexpr(1024.0)
-"""What the largest gradient of a logit is scaled to as an operand, to stay in float16's range."""
+"""Value that the largest logit gradient is scaled to as an operand, to stay in float16's range."""
 
 Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """``starts_S``, ``ends_S`` and ``position_T``: query i sees the keys j with ``starts[i] <= position[j] < ends[i]``; contiguous
@@ -52,7 +52,7 @@ int32."""
 
 @triton.jit
 def _seen(starts, ends, position, i, j, S, T):
-    """Which keys ``j`` the queries ``i`` see, and whether any may be seen by any."""
+    """Return which keys ``j`` the queries ``i`` see, and whether any pair may be visible."""
     start, end = tl.load(starts + tl.minimum(i, S - 1)), tl.load(ends + tl.minimum(i, S - 1))
     at = tl.load(position + tl.minimum(j, T - 1))
     seen = (at[None, :] >= start[:, None]) & (at[None, :] < end[:, None]) & (j < T)[None, :]
@@ -61,7 +61,7 @@ def _seen(starts, ends, position, i, j, S, T):
 
 @triton.jit
 def _span(starts, ends, position, i, S, T, KEYS: tl.constexpr):
-    """From the first to behind the last tile of keys of which the queries ``i`` may see any: for loops without a branch."""
+    """Return the range of key tiles in which the queries ``i`` may see any key: for loops without a branch."""
     lower, upper = T, 0
     for first in tl.range(0, T, KEYS):
         _, any_seen = _seen(starts, ends, position, i, first + tl.arange(0, KEYS), S, T)
@@ -72,7 +72,7 @@ def _span(starts, ends, position, i, S, T, KEYS: tl.constexpr):
 
 @triton.jit
 def _rows(at, V: tl.constexpr, W: tl.constexpr):
-    """Load the columns of the rows that begin at ``at`` [X, 1], in two parts; without a second part, the first one twice."""
+    """Load the columns of the rows at ``at`` [X, 1] in two parts; if there is no second part, return the first one twice."""
     left = tl.load(at + tl.arange(0, V)[None, :])
     right = left
     if W > 0:
@@ -82,7 +82,7 @@ def _rows(at, V: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _scores(q_l, q_r, k_l, k_r, scale, W: tl.constexpr):
-    """Scores in units of log 2."""
+    """Compute scores in units of log 2."""
     x = tl.dot(q_l, tl.trans(k_l))
     if W > 0:
         x += tl.dot(q_r, tl.trans(k_r))
@@ -114,7 +114,7 @@ def log_sums(query, key, starts, ends, position, lse_BAS, scale, S, T, A, q_s, q
 @triton.jit(do_not_specialize=["scale", "S", "T", "A", "begin", "R", "q_s", "q_b", "q_a", "k_t", "k_b"])
 def targets(query, key, starts, ends, position, lse_BAS, sum_BRT, scale, S, T, A, begin, R, q_s, q_b, q_a, k_t, k_b,
             V: tl.constexpr, W: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Probabilities of the R queries from ``begin`` on, summed over heads. Program (tile of keys, of queries, batch)."""
+    """Sum the probabilities of the R queries from ``begin`` on over heads. Program (tile of keys, of queries, batch)."""
     r, j = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES), tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     i, b = tl.minimum(begin + r, S - 1), tl.program_id(2).to(tl.int64)
     seen, any_seen = _seen(starts, ends, position, i, j, S, T)
@@ -131,7 +131,7 @@ def targets(query, key, starts, ends, position, lse_BAS, sum_BRT, scale, S, T, A
 
 @triton.jit
 def _chunk(g_BRT, r, j, b, R, T):
-    """Load a tile of the chunk's gradients of scores [queries, keys]."""
+    """Load a tile of the chunk's score gradients [queries, keys]."""
     at = g_BRT + (b * R + r).to(tl.int64)[:, None] * T + j[None, :]
     return tl.load(at, mask=(r < R)[:, None] & (j < T)[None, :], other=0.0)
 
@@ -140,7 +140,7 @@ def _chunk(g_BRT, r, j, b, R, T):
 def learn_queries(g_BRT, q_SBHD, k_TBD, w_SBH, weight_BS, starts, ends, position, dq_SBHD, dw_SBH, S, T, H, B, begin, R,
                   q_s, q_b, q_h, k_t, k_b, w_s, w_b, w_h,
                   D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Gradients of the chunk's q and w. Program (tile of queries, head, batch)."""
+    """Compute the gradients of the chunk's q and w. Program (tile of queries, head, batch)."""
     r, d = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i = tl.minimum(begin + r, S - 1)
@@ -156,7 +156,7 @@ def learn_queries(g_BRT, q_SBHD, k_TBD, w_SBH, weight_BS, starts, ends, position
         k = tl.load(k_TBD + tl.minimum(j, T - 1).to(tl.int64)[:, None] * (k_t * 8) + d[None, :])
         logit = tl.dot(q, tl.trans(k))
         g = tl.where(logit <= 0, 0.0, g)  # a NaN logit keeps its gradient
-        dw += tl.sum(tl.where(logit <= 0, 0.0, g * logit), 1)  # a logit of -inf has no part in it
+        dw += tl.sum(tl.where(logit <= 0, 0.0, g * logit), 1)  # a logit of -inf contributes nothing
         dq = tl.dot((g * LARGEST).to(k.dtype), k, dq)
     out = ((i.to(tl.int64) * B + b) * H + h) * D
     is_row = r < R
@@ -168,7 +168,7 @@ def learn_queries(g_BRT, q_SBHD, k_TBD, w_SBH, weight_BS, starts, ends, position
 def learn_keys(g_BRT, q_SBHD, k_TBD, w_SBH, weight_BS, starts, ends, position, dk_PBTD, S, T, H, B, begin, R,
                q_s, q_b, q_h, k_t, k_b, w_s, w_b, w_h,
                D: tl.constexpr, PARTS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Add the chunk's part to the gradient of k, over every PARTS-th head. Program (tile of keys, part, batch)."""
+    """Accumulate the chunk's part of the gradient of k, over every PARTS-th head. Program (tile of keys, part, batch)."""
     j, d = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
     part, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     k = tl.load(k_TBD + (b * k_b + tl.minimum(j, T - 1).to(tl.int64)[:, None] * k_t) * 8 + d[None, :])
@@ -217,7 +217,7 @@ def summed_probabilities(
     """Compute the attention probabilities of queries ``rows``, summed over heads, float32 ``[B, R, T]``; 0 for unseen keys.
 
     Args:
-        query_SBAK, key_TBK: bfloat16 or float16, both alike, of a width in :data:`HALVES`.
+        query_SBAK, key_TBK: bfloat16 or float16, the same for both, of a width in :data:`HALVES`.
         lse_BAS: their :func:`denominators`.
         bounds: which keys a query sees.
         softmax_scale: positive.
@@ -243,16 +243,16 @@ def add_gradients(
     rows: range,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Write the gradients of q and w at ``rows``, and add theirs to that of k.
+    """Write the gradients of q and w at ``rows``, and accumulate the rows' contribution to that of k.
 
     Args:
         g_BRT: gradients of the scores, float32, within ±1; 0 at unseen keys.
-        q_SBHD, k_TBD: bfloat16 or float16, both alike, D 64 or 128.
+        q_SBHD, k_TBD: bfloat16 or float16, the same for both, D 64 or 128.
         w_SBH: head weights.
         weight_BS: factor on each query's gradient, float32.
         bounds: which keys a query sees.
         rows: the queries of the chunk.
-        gradients: of q and w, contiguous, and of k as float32 ``[P, B, T, D]``, whose sum over P parts it is.
+        gradients: of q and w, contiguous, and of k as P partial sums, float32 ``[P, B, T, D]``.
     """
     (S, B, H, D), T, R, (dq_SBHD, dw_SBH, dk_PBTD) = q_SBHD.shape, len(k_TBD), len(rows), gradients
     q, k = aligned(q_SBHD), aligned(k_TBD)

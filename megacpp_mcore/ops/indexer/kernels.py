@@ -1,4 +1,4 @@
-"""Triton kernels of the DSA indexer: scores of a chunk of queries, each query's best keys, and the gradient at those keys.
+"""Triton kernels of the DSA indexer: scores of a chunk of queries, each query's top-k keys, and the gradient at those keys.
 
 Legend: S queries and keys, B batch, H indexer heads, D indexer head width, N selected keys of a query, R queries of a chunk,
 W columns of a chunk's rows of scores.
@@ -16,21 +16,21 @@ import triton.language as tl
 _HIDDEN = tl.constexpr(float("-inf"))
 
 _HIGHEST = tl.constexpr(3.4028234663852886e38)
-"""The highest finite number in float32, which stands for NaN; −∞ becomes the lowest."""
+"""The highest finite float32, which stands for NaN; −∞ becomes the lowest."""
 
 _SECOND = tl.constexpr(3.4028232635611926e38)
-"""The finite number below it, which stands for +∞."""
+"""The next lower finite float32, which stands for +∞."""
 
 _LOWEST_RANK = tl.constexpr(-0x7F800000)
-"""Rank of the lowest finite number."""
+"""Rank of the lowest finite float32."""
 
 _BY_VALUE = tl.constexpr(24)
-"""Steps of the search that interpolate between the scores' values; later ones bisect the float32 numbers in between."""
+"""Search steps that interpolate between scores; later steps bisect the float32 numbers in between."""
 
 
 @triton.jit
 def _rank(x):
-    """Map the float32 numbers to integers of the same order, but with −0 below +0."""
+    """Map float32 numbers to integers in the same order, except that −0 is below +0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -48,7 +48,7 @@ def _negative(x):
 
 @triton.jit
 def _relu(x):
-    """``max(x, 0)`` that keeps a NaN."""
+    """Compute ``max(x, 0)``, preserving NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -80,13 +80,13 @@ def score_keys(
     STAGES: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Scores of the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
+    """Score the keys for queries ``first`` to ``first + rows - 1``; program (tile of keys, tile of queries, batch).
 
-    With CAUSAL, tiles whose keys are all later than their queries are not written, W is a multiple of KEYS, S counts the keys,
-    of which ``before`` precede the first row of q and w, and ``score_b`` is None, since the batch's rows follow each other.
+    With CAUSAL, tiles with only keys later than their queries are not written, W is a multiple of KEYS, S counts the keys,
+    of which ``before`` precede the first row of q and w, and ``score_b`` is None, as batch rows are adjacent.
     Without it there are W keys, each scored for every
-    query, ``seq_BS`` is None, and a score is the sum as it comes, NaN and infinities included. ``x_s`` and the like are
-    strides. No score is −0, since accumulators start at +0.
+    query, ``seq_BS`` is None, and scores are plain sums, NaN and infinities included. ``x_s`` and the like are
+    strides. No score is −0, as accumulators start at +0.
     """
     r, j = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES), tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     b, d = tl.program_id(2).to(tl.int64), tl.arange(0, D)
@@ -122,14 +122,14 @@ def score_keys(
 
 @triton.jit
 def _scores(row, start, end, BLOCK: tl.constexpr):
-    """BLOCK scores of a row from ``start`` on."""
+    """Load BLOCK scores of a row from ``start`` on."""
     j = start + tl.arange(0, BLOCK)
     return tl.load(row + j, mask=j < end, other=_HIDDEN)
 
 
 @triton.jit
 def _narrowed(row, end, n_others, lower, n_lower, upper, n_upper, step, N, BLOCK: tl.constexpr):
-    """One step of the search in :func:`take_best`, by ``end`` scores from ``row`` on; ``n_others`` more reach every bound."""
+    """Run one search step of :func:`take_best` on ``end`` scores from ``row`` on; ``n_others`` more reach every bound."""
     low, high = _value(lower), _value(upper)
     part = (n_lower - N + 0.5) / (n_lower - n_upper + 1)
     between = _rank(low + (high - low) * tl.where(step % 3 == 0, 0.5, part))
@@ -161,16 +161,16 @@ def take_best(
     BLOCK: tl.constexpr,
     NEAR: tl.constexpr,
 ):
-    """Select each row's N best keys, ascending, then -1; ties go to the lower key. Program (query, batch).
+    """Select each row's top N keys, ascending, then -1; ties go to the lower key. Program (query, batch).
 
     There are S rows of indices, and ``before`` keys before the first row's own.
 
-    The threshold is found by a search between two scores, kept as ranks: more than N keys reach the lower bound, at most N the
-    upper one. It ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys that
-    equal the lower one are ties, of which the first are taken. Zero, the score of every key that no head responds to, is tried
-    first. Each step reads the row, BLOCK scores at a time, and the final pass KEYS at a time; the row stays in the L1 cache.
-    With ``near_BRC``, for rows that do not, the scores between the bounds are copied there once they are NEAR at most, and
-    the other steps read only these.
+    The threshold is searched between two scores, held as ranks: more than N keys reach the lower bound, at most N the
+    upper one. The search ends when exactly N keys reach the upper bound, or when the bounds are adjacent numbers: then the keys
+    equal to the lower one are ties, and the first of them are taken. Zero, the score of every key that no head responds to, is
+    tried first. Each step reads the row, BLOCK scores at a time, and the final pass KEYS at a time; the row stays in L1.
+    With ``near_BRC``, for rows that do not fit L1, the scores between the bounds are copied there once there are at most NEAR,
+    and the remaining steps read only these.
     """
     r, b = rows - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = first + r
@@ -202,7 +202,7 @@ def take_best(
     while (n_upper < N) & (upper - lower > 1) & (n_lower - n_upper > few):
         lower, n_lower, upper, n_upper = _narrowed(row, end, 0, lower, n_lower, upper, n_upper, step, N, BLOCK)
         step += 1
-    if near_BRC is not None:  # noqa: SIM102 - the compiler decides this one
+    if near_BRC is not None:  # noqa: SIM102 - resolved at compile time
         if (n_upper < N) & (upper - lower > 1):
             near, n_near, n_others = near_BRC + (b * rows + r) * NEAR, 0, n_upper
             low, high = _value(lower), _value(upper)
@@ -245,8 +245,8 @@ def _add(a, b, c, d):
 
 @triton.jit
 def _scored(q, w, k, k_s, index, target, start, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK selected keys of a query from ``start`` on: their rows, which are valid, the keys, the logits of all heads, the
-    scores (−∞ where not valid) and the target."""
+    """Return, for BLOCK selected keys of a query from ``start`` on: their rows, which are valid, the keys, the logits of all
+    heads, the scores (−∞ where not valid) and the target."""
     n = start + tl.arange(0, BLOCK)
     at = tl.load(index + n, mask=n < N, other=-1)
     valid = at >= 0
@@ -287,10 +287,10 @@ def learn(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a query's divergence, the gradients of its q and w, and its part of k's; program (query, batch).
+    """Compute a query's divergence, the gradients of its q and w, and its contribution to k's; program (query, batch).
 
-    ``weight`` points to the factor on the gradients. dq, dk (zeros at first) and dw are contiguous; dk is float32 or, with
-    ``units`` (pointer to the integer that stands for 1), int64, whose sum does not depend on the order. HEADS is H rounded up
+    ``weight`` points to the factor on the gradients. dq, dk (initially zero) and dw are contiguous; dk is float32 or, with
+    ``units`` (pointer to the integer that represents 1), int64: integer sums do not depend on the order. HEADS is H rounded up
     to a power of two. The gradient of the logits, an operand in the dtype of q, is first scaled to at most 1024, to stay in
     float16's range.
     """

@@ -1,4 +1,4 @@
-"""Plain-PyTorch truth of the DSA indexer: the selection of keys, and the gradient that trains it.
+"""Plain-PyTorch truth of the DSA indexer: key selection, and the gradient that trains the indexer.
 
 Shape legend: S queries, R queries of one chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys per
 query (top-k), X some keys of a query.
@@ -30,12 +30,12 @@ from megacpp_mcore.ops.visibility import (
 
 
 def logits(q_BRHD: torch.Tensor, k_BTD: torch.Tensor) -> torch.Tensor:
-    """``q·k`` of several query heads against one key head ``[B, R, H, T]``, as one matrix product a batch row."""
+    """Compute ``q·k`` of several query heads with one key head ``[B, R, H, T]``, as one matrix product per batch row."""
     return (q_BRHD.flatten(1, 2) @ k_BTD.transpose(1, 2)).unflatten(1, q_BRHD.shape[1:3])
 
 
 def weigh(logit_BRHX: torch.Tensor, w_BRH: torch.Tensor) -> torch.Tensor:
-    """``Σ_h w[h] · logit[h]``, as ``[B, R, X]``."""
+    """Compute ``Σ_h w[h] · logit[h]``, as ``[B, R, X]``."""
     return torch.einsum("brhx,brh->brx", logit_BRHX, w_BRH)
 
 
@@ -66,14 +66,14 @@ def indexer_scores(
 ) -> torch.Tensor:
     """Return ``score[b, i, j] = Σ_h w[i, b, h] · ReLU(q[i, b, h] · k[j, b])`` for every pair, non-causal ones too.
 
-    Computed in float32 (float64 inputs: in float64), differentiable in q, k and w. Queries are taken in chunks that the
-    backward pass recomputes, so no tensor with both H and T is kept. The scale heads^-1/2 · dim^-1/2 belongs to w.
+    Computed in float32 (float64 inputs: in float64), differentiable in q, k and w. Queries are processed in chunks that the
+    backward pass recomputes, so no tensor with both H and T is saved. The scale heads^-1/2 · dim^-1/2 belongs to w.
 
     Args:
         q_SBHD: indexer queries, rope applied.
         k_TBD: indexer keys, one for all heads, rope applied.
         w_SBH: head weights, scale included.
-        query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
+        query_chunk: queries per chunk, or None to choose it (the result is the same except for rounding).
 
     Returns:
         score_BST in the compute dtype.
@@ -106,18 +106,18 @@ def select(
 ) -> torch.Tensor:
     """Select the keys that each query attends to: the highest-scoring ones of its document up to itself.
 
-    :func:`causal_topk` defines which keys those are, ties included. Scores are computed in float32 (float64 inputs: in float64)
-    and in chunks of queries, whose scores per head fit in ``SCORE_BLOCK_ELEMENTS``. Inputs may be strided.
+    :func:`causal_topk` defines the choice, ties included. Scores are computed in float32 (float64 inputs: in float64)
+    and in chunks of queries sized so that their per-head scores fit in ``SCORE_BLOCK_ELEMENTS``. Inputs may be strided.
 
     Args:
         q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`, T == first_row + S.
         topk: keys to select; values over T act as T.
-        seq_idx_BS: number of each row's document, int32, or None: one document a row of the batch.
+        seq_idx_BS: document number of each row, int32, or None: one document per batch row.
         first_row: position of the first query among the keys.
-        query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
+        query_chunk: queries per chunk, or None to choose it (the result is the same except for rounding).
 
     Returns:
-        index_BSN as of :func:`causal_topk`.
+        index_BSN, as from :func:`causal_topk`.
 
     Raises:
         ModelError: topk is below 1, or shapes, dtypes or chunk are not as described.
@@ -136,7 +136,7 @@ def select(
 
 @torch.no_grad()
 def select_last(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, topk: int) -> torch.Tensor:
-    """:func:`select` for the last S of T rows, as while decoding; one document a row of the batch."""
+    """Run :func:`select` for the last S of T rows, as in decoding; one document per batch row."""
     return select(q_SBHD, k_TBD, w_SBH, topk, first_row=len(k_TBD) - len(q_SBHD))
 
 
@@ -150,7 +150,7 @@ def _check_scores(score_BST: torch.Tensor) -> tuple[int, int, int]:
 
 
 def check_selection(topk: int, seq_idx_BS: torch.Tensor | None, *, batch: int, num_keys: int) -> None:
-    """Raise ModelError unless ``topk`` and the documents are those of :func:`causal_topk`."""
+    """Raise ModelError unless ``topk`` and the documents are valid for :func:`causal_topk`."""
     if topk < 1:
         raise ModelError(f"topk is {topk}, expected at least 1; each query must attend to something")
     if seq_idx_BS is not None:
@@ -163,13 +163,13 @@ def causal_topk(
 ) -> torch.Tensor:
     """Select each query's highest-scoring visible keys, deterministically.
 
-    By descending score; equal scores (−0 equals +0) go to the lower key first. ``torch.topk`` leaves ties open, so this is a
-    stable sort. NaN counts as the highest score, which lets a NaN show up in the loss instead of hiding.
+    By descending score; ties (−0 equals +0) go to the lower key. ``torch.topk`` does not define the order of ties, so this is a
+    stable sort. NaN counts as the highest score, so that it shows up in the loss instead of hiding.
 
     Args:
         score_BRT: scores of the queries ``first_row`` to ``first_row + R - 1`` of T.
         topk: keys to select; values over T act as T.
-        seq_idx_BS: number of each row's document, int32 [B, T], or None: one document a row of the batch.
+        seq_idx_BS: document number of each row, int32 [B, T], or None: one document per batch row.
         first_row: position of the first query.
 
     Returns:
@@ -200,7 +200,7 @@ def causal_topk(
 def through_heads(
     logit_BRHX: torch.Tensor, w_BRH: torch.Tensor, grad_BRX: torch.Tensor, relu: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the logits and of the weights, from that of the scores; ``logit`` is overwritten by the former."""
+    """Compute the gradients of logits and weights from that of the scores; the former overwrites ``logit``."""
     positive = logit_BRHX > 0 if relu else None
     if relu:
         logit_BRHX.relu_()
@@ -212,7 +212,7 @@ def through_heads(
 
 
 Selected = Callable[[range], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""For a chunk of queries: ``index_BRN``, the target p over these keys (which sums to 1, or is 0), ``weight_BR`` of each query's
+"""For a chunk of queries: ``index_BRN``, the target p over these keys (sums to 1, or is 0), each query's ``weight_BR`` on its
 divergence, and ``bias_BRN``, added to the scores, or None."""
 
 
@@ -226,7 +226,7 @@ def selected_gradient(
     *,
     relu: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Divergences over the selected keys, and the gradients of ``Σ weight · divergence``, a chunk of queries at a time.
+    """Compute divergences over the selected keys and the gradients of ``Σ weight · divergence``, a chunk of queries at a time.
 
     Args:
         q_SBHD, k_TBD, w_SBH: as for :func:`indexer_scores`.
@@ -257,7 +257,7 @@ def selected_gradient(
         if bias_BRN is not None:
             score_BRN += bias_BRN
         divergence_BS[:, here] = _divergence(score_BRN, p_BRN, valid)
-        # The softmax itself: the exponential of its logarithm is less accurate.
+        # Softmax, not exp(log_softmax), which is less accurate.
         grad_BRN = masked_softmax(score_BRN, valid).sub_(p_BRN).mul_(weight_BR[:, :, None])
         grad_logit_BRHN, grad_w_BRH = through_heads(logit_BRHN, w_BRH, grad_BRN, relu)
         grad_q_SBHD[here] = (grad_logit_BRHN @ k_BRND).transpose(0, 1)
@@ -281,21 +281,21 @@ def indexer_grad(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the sparse stage's loss and gradients: mean over rows of KL(p ‖ softmax(score over the selected keys)).
 
-    p is the target, L1-normalised over the selected keys. The same as :func:`indexer_loss` through autograd, without a score
-    of any other key. The gradient of k is summed with ``index_add_``: on a GPU in no fixed order, unless
+    p is the target, L1-normalised over the selected keys. The same as :func:`indexer_loss` through autograd, without scoring
+    any other key. The gradient of k is summed with ``index_add_``: on a GPU in no fixed order, unless
     ``torch.use_deterministic_algorithms(True)``.
 
     Args:
-        q_SBHD, k_TBD, w_SBH: what :func:`select` was given.
+        q_SBHD, k_TBD, w_SBH: the inputs of :func:`select`.
         index_BSN: the selected keys, int32, -1 = none, distinct within a row.
         target_BSN: attention probability of each selected key, summed over heads (and over TP ranks, and over the layers
             that attend to these keys), non-negative. A row without any target mass contributes 0 and no gradient; the mean
-            still divides by all B·S rows, so that the loss weighs a token the same in every micro-batch.
-        coefficient: factor on the gradients, a number or a tensor of one.
-        query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
+            still divides by all B·S rows, so that every token has the same weight in every micro-batch.
+        coefficient: factor on the gradients, a number or a one-element tensor.
+        query_chunk: queries per chunk, or None to choose it (the result is the same except for rounding).
 
     Returns:
-        the loss, a scalar in the compute dtype, without the coefficient; dq_SBHD, dk_TBD and dw_SBH in the dtypes of q, k, w.
+        The loss, a scalar in the compute dtype, without the coefficient; dq_SBHD, dk_TBD and dw_SBH in the dtypes of q, k, w.
 
     Raises:
         ModelError: shapes, dtypes or chunk are not as described.
@@ -319,27 +319,27 @@ def indexer_grad(
 
 
 def check_gradient(q_SBHD: torch.Tensor, index_BSN: torch.Tensor, target_BSN: torch.Tensor) -> None:
-    """Raise ModelError unless selection and target are those of :func:`indexer_grad`."""
+    """Raise ModelError unless selection and target are valid for :func:`indexer_grad`."""
     require_float(target_BSN=target_BSN)
     check_index(index_BSN, batch=q_SBHD.shape[1], num_queries=len(q_SBHD))
     _check_target(index_BSN, target_BSN)
 
 
 def _normalised(target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """``target / Σ target`` over the valid entries of a row, 0 elsewhere; a row without mass stays 0."""
+    """Compute ``target / Σ target`` over the valid entries of a row, 0 elsewhere; a row without mass stays 0."""
     target = target.masked_fill(~valid, 0.0)
     return target / target.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(target.dtype).tiny)
 
 
 def _divergence(score: torch.Tensor, p: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """KL(p ‖ softmax(score)) of each row, over the valid entries; p is 0 at the others."""
-    # Finite fill first, zero after: log_softmax of a row without any valid entry then has no NaN, forward or backward.
+    """Compute KL(p ‖ softmax(score)) of each row over the valid entries; p is 0 at the others."""
+    # Finite fill before, zero after: log_softmax of a row without any valid entry then has no NaN, forward or backward.
     log_q = score.masked_fill(~valid, torch.finfo(score.dtype).min).log_softmax(dim=-1).masked_fill(~valid, 0.0)
     return (torch.xlogy(p, p) - p * log_q).sum(dim=-1)
 
 
 def _mean_row_divergence(score: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Mean over the rows of KL(target / Σ target ‖ softmax(score)), both over the valid entries of a row."""
+    """Average KL(target / Σ target ‖ softmax(score)) over rows, both over the valid entries of a row."""
     dtype = compute_dtype(score, target)
     return _divergence(score.to(dtype), _normalised(target.detach().to(dtype), valid), valid).mean()
 
@@ -348,7 +348,7 @@ def _check_target(index_BSN: torch.Tensor, target_BSN: torch.Tensor) -> None:
     if target_BSN.shape != index_BSN.shape:
         raise ModelError(
             f"target_BSN has shape {list(target_BSN.shape)} and index_BSN {list(index_BSN.shape)}, expected the same; "
-            "take the target from the attention to this very index"
+            "compute the target from the attention over this index"
         )
 
 
@@ -356,8 +356,8 @@ def indexer_loss(score_BST: torch.Tensor, index_BSN: torch.Tensor, target_BSN: t
     """Loss of the sparse stage: mean over rows of KL(p ‖ softmax(score over the selected keys)).
 
     p is the target, L1-normalised over the selected keys and detached. A row without a valid index, or without any
-    target mass, contributes 0 and no gradient; the mean still divides by all B·S rows, so that the loss weighs
-    a token the same in every micro-batch. Source: DeepSeek-V3.2 report, equation 4.
+    target mass, contributes 0 and no gradient; the mean still divides by all B·S rows, so that every token has the
+    same weight in every micro-batch. Source: DeepSeek-V3.2 report, equation 4.
 
     Args:
         score_BST: indexer scores; the gradient flows here.

@@ -1,10 +1,10 @@
 """The DSA indexer's ops by Triton kernels on a GPU: :func:`~megacpp_mcore.ops.indexer.reference.select` and
-:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`; and only the scores (:func:`score_all`), for ``chunked.py``.
+:func:`~megacpp_mcore.ops.indexer.reference.indexer_grad`; and scores only (:func:`score_all`), for ``chunked.py``.
 
 Legend: S queries, R queries of a chunk, T keys, B batch, H indexer heads, D indexer head width, N selected keys of a query.
 
-The selection processes chunks of queries (:func:`chunks`): one launch scores all keys up to each query, the next takes the best
-of each row. The same inputs give the same bits. The gradient is one launch, one program per query, which accumulates into the
+Selection processes chunks of queries (:func:`chunks`): one launch scores all keys up to each query, the next takes the top-k of
+each row. The same inputs give the same bits. The gradient is one launch, one program per query, which accumulates into the
 gradient of k atomically.
 """
 
@@ -25,11 +25,11 @@ from megacpp_mcore.ops.triton_launch import launch, options
 from megacpp_mcore.ops.visibility import check_square
 
 HEAD_DIM, MOST_HEADS = 64, 64
-"""The head width, and for the gradient the most heads, for which the kernels compile without a spill and are tested against
-the reference. :func:`score_all` has widths of its own."""
+"""The head width, and for the gradient the maximum number of heads, for which the kernels compile without register spills and
+are tested against the reference. :func:`score_all` has widths of its own."""
 
 QUERIES, KEYS = 64, 128
-"""Tile of scores: one warp group's product, whose result and accumulator leave registers for three programs."""
+"""Tile of scores: one warp group's product; result and accumulator leave enough registers for three programs."""
 
 SCRATCH = 2**24
 """Scores of a chunk: 64 MiB in float32."""
@@ -38,19 +38,19 @@ SCORE_KEYS = {
     "D": HEAD_DIM, "QUERIES": QUERIES, "KEYS": KEYS, "STAGES": 3, "CAUSAL": True, "num_warps": 4, "num_stages": 3
 }  # fmt: skip
 TAKE_BEST = {"KEYS": KEYS, "BLOCK": 1024, "NEAR": 4096, "num_warps": 1, "num_stages": 1}
-"""Launch options of the selection. One warp per row of scores, so that none waits for another."""
+"""Launch options of the selection: one warp per row of scores, so that no warp waits for another."""
 
 LONG_ROW = 2**14
-"""Most scores of a row that every step of the search reads: those of a multiprocessor's programs have to fit its L1."""
+"""Longest row of scores that every search step reads: the rows of a multiprocessor's programs must fit its L1 cache."""
 
 ALL_KEYS = SCORE_KEYS | options("score_keys", {"CAUSAL": False, "maxnreg": 168})
 SCORE_ALL = {HEAD_DIM: ALL_KEYS, 128: ALL_KEYS | {"D": 128, "STAGES": 2, "num_stages": 2}}
 """Launch options of :func:`score_all` by head width. Registers and shared memory leave room for three programs: without the
-limit, rows of T not a multiple of 16, whose numbers are stored one by one, take 254 registers of a thread."""
+limit, rows with T not a multiple of 16, which are stored element by element, take 254 registers per thread."""
 
 
 def learn(heads: int, selected: int, deterministic: bool) -> dict[str, int]:
-    """Launch options of :func:`kernels.learn`: all selected keys in one block where the registers suffice."""
+    """Return launch options of :func:`kernels.learn`: all selected keys in one block if the registers suffice."""
     padded = max(16, triton.next_power_of_2(heads))
     block = max(64, triton.next_power_of_2(selected))
     block = 64 if padded > 32 or deterministic else block if block <= 256 else 128
@@ -58,7 +58,7 @@ def learn(heads: int, selected: int, deterministic: bool) -> dict[str, int]:
 
 
 class Chunk(NamedTuple):
-    """Queries whose scores are in memory together: rows of the batch, rows of the sequence, and columns of scores."""
+    """Queries with scores in memory at the same time: rows of the batch, rows of the sequence, and columns of scores."""
 
     batch: slice
     first: int
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(num_keys: int, batch: int, first_row: int = 0) -> Iterator[Chunk]:
-    """Cut the queries from ``first_row`` on into chunks of at most :data:`SCRATCH` scores, but at least a tile's queries."""
+    """Split the queries from ``first_row`` on into chunks of at most :data:`SCRATCH` scores, but at least one tile."""
     longest = triton.cdiv(num_keys, KEYS) * KEYS
     together = min(batch, max(1, SCRATCH // (QUERIES * longest)))
     for start in range(0, batch, together):
@@ -91,13 +91,13 @@ def select(
     *,
     first_row: int = 0,
 ) -> torch.Tensor:
-    """Select as the reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
+    """Select like the reference's ``select``; operands of q·k have the dtype of q, accumulators are float32.
 
-    Inputs may be strided. At most :data:`SCRATCH` scores, or those of one tile's queries, exist at a time, and a quarter as
-    many more of rows longer than :data:`LONG_ROW`.
+    Inputs may be strided. At most :data:`SCRATCH` scores, or those of one tile's queries, exist at a time, plus a quarter as
+    many for rows longer than :data:`LONG_ROW`.
 
     Raises:
-        ModelError: as the reference, and for sizes or dtypes that the kernels do not support.
+        ModelError: as in the reference, and for sizes or dtypes that the kernels do not support.
     """
     check_indexer(q_SBHD, k_TBD, w_SBH)
     (S, B, H, _), T = q_SBHD.shape, len(k_TBD)
@@ -130,14 +130,14 @@ def select(
 def score_all(
     score_BRT: torch.Tensor, q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, first: int = 0
 ) -> None:
-    """Write into ``score_BRT`` the scores of all T keys, hidden from none, for queries ``first`` to ``first + R - 1``.
+    """Write into ``score_BRT`` the scores of all T keys, unmasked, for queries ``first`` to ``first + R - 1``.
 
-    They are those of :func:`~megacpp_mcore.ops.indexer.reference.score_block` but for rounding, with its NaN and infinities;
-    operands of q·k have the dtype of q, accumulators are float32. One launch, for which nothing waits.
+    The same as :func:`~megacpp_mcore.ops.indexer.reference.score_block` except for rounding, including NaN and infinities;
+    operands of q·k have the dtype of q, accumulators are float32. One launch, without synchronisation.
 
     Args:
-        score_BRT: float32; may be a slice of longer or more rows, but each row is whole, strides ``(any, T, 1)``.
-        q_SBHD, k_TBD, w_SBH: inputs of the scores, which may be strided; where strides of q or k are not multiples of 16, the
+        score_BRT: float32; may be a slice of a larger tensor, but with whole rows, strides ``(any, T, 1)``.
+        q_SBHD, k_TBD, w_SBH: inputs of the scores, which may be strided; if strides of q or k are not multiples of 16, the
             kernel spills registers.
         first: first query to score.
 
@@ -173,10 +173,10 @@ def indexer_grad(
     """Compute as the reference's ``indexer_grad``; operands of products have the dtype of q, accumulators are float32.
 
     Inputs may be strided. Under ``torch.use_deterministic_algorithms`` the gradient of k is bitwise reproducible, too: it is
-    summed in integers instead of in no fixed order, at a quarter of the speed.
+    summed in integers, independent of the order, at a quarter of the speed.
 
     Raises:
-        ModelError: as the reference, and for sizes or dtypes that the kernels do not support.
+        ModelError: as in the reference, and for sizes or dtypes that the kernels do not support.
     """
     check_indexer(q_SBHD, k_TBD, w_SBH)
     check_gradient(q_SBHD, index_BSN, target_BSN)
@@ -184,7 +184,7 @@ def indexer_grad(
     S, B, H, _ = q_SBHD.shape
     if H > MOST_HEADS:
         raise ModelError(
-            f"the indexer has {H} heads; the gradient's kernel takes {MOST_HEADS} at most: use the reference"
+            f"the indexer has {H} heads; the gradient kernel supports at most {MOST_HEADS}: use the reference"
         )
     q, k = _rows(q_SBHD), _rows(k_TBD)
     weight = (q.new_full((), 1 / (B * S), dtype=torch.float32) * coefficient).float()
@@ -198,14 +198,14 @@ def indexer_grad(
     )  # fmt: skip
     loss = divergence_BS.mean()
     if units is not None:
-        dk = dk.double() / units + 0 * loss  # integers have no NaN
+        dk = dk.double() / units + 0 * loss  # integers cannot hold NaN
     return loss, dq, dk.to(k_TBD.dtype), dw
 
 
 def _units(q: torch.Tensor, w: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
+    """Return the integer that represents 1 in the sum of a key's gradient; NaN or 0 if an input is not finite.
 
-    Two probabilities differ by at most 1, so that a query adds at most ``weight · Σ_h |w · q|``.
+    Two probabilities differ by at most 1, so a query adds at most ``weight · Σ_h |w · q|``.
     """
     largest = weight.abs() * w.abs().amax().float() * q.abs().amax().float() * q.shape[2]
     return integer_unit(len(q) * largest)
@@ -217,7 +217,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_kernels(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, widths: tuple[int, ...] = (HEAD_DIM,)) -> None:
-    """Refuse sizes and dtypes for which no kernel was built and tested."""
+    """Raise ModelError for sizes and dtypes that the kernels were not built and tested for."""
     if not len(q_SBHD):
         raise ModelError("there are 0 queries, expected at least one; do not call the op for an empty sequence")
     if q_SBHD.dtype != k_TBD.dtype or q_SBHD.dtype not in (torch.bfloat16, torch.float16):

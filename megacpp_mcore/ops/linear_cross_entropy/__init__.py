@@ -1,1 +1,1 @@
-"""Linear cross-entropy: the output projection and the loss of each token, without its logits (imports no torch)."""
+"""Linear cross-entropy: output projection and per-token loss without materialising all logits (imports no torch)."""

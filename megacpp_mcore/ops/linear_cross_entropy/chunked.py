@@ -1,9 +1,9 @@
 """Linear cross-entropy in chunks of tokens: only one chunk's logits exist at a time, forward and backward.
 
 Between the matrix products, each chunk's logits become losses and, in place, their own gradient. With a ``token_weight``, which
-promises how the gradient of the losses is distributed over the tokens, the forward pass also computes the gradients for those
-weights, and the backward pass multiplies them by the one missing factor: three products. Without it the backward pass
-recomputes the logits, four products, and is right for any gradient of the losses.
+promises the gradient of the losses up to one common factor, the forward pass also computes the gradients for those
+weights, and the backward pass multiplies them by that factor: three products. Without it the backward pass
+recomputes the logits, four products, and is correct for any gradient of the losses.
 
 Shape legend: N tokens (of the whole tensor-parallel group), C tokens of a chunk, H hidden width, V vocabulary of this rank.
 """
@@ -25,7 +25,7 @@ from megacpp_mcore.ops.linear_cross_entropy.reference import check_arguments
 from megacpp_mcore.ops.main_grad import MainGrad, add_product_, check_main_grad
 
 LOGIT_BYTES = {"cuda": 2**29, "cpu": 2**25}
-"""Target size of a chunk's logits: on a GPU 4096 tokens of 65,536 in 16 bits, since products of fewer are slower."""
+"""Target size of a chunk's logits: on a GPU 4096 tokens × 65,536 in 16 bits; products of fewer tokens are slower."""
 
 TOKENS = 128
 """Chunks are multiples of this many tokens, so that the products have whole tiles."""
@@ -34,10 +34,10 @@ COLUMNS = 64
 """Rows of logits are padded to a multiple of this many columns, for alignment; the padding is never read."""
 
 ROUNDINGS = 2
-"""Most chunks whose gradients of a 16-bit weight may be accumulated in 16 bits."""
+"""Maximum number of chunks for which the gradient of a 16-bit weight may be accumulated in 16 bits."""
 
 PROMISE = 1e-4
-"""Relative tolerance of the check that a loss's gradient is its weight times the factor: room for float32 rounding."""
+"""Relative tolerance for float32 rounding in the check that a loss's gradient is its weight times the factor."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Options:
 
     @property
     def group(self) -> distributed.ProcessGroup | None:
-        """The tensor-parallel group, if there is one."""
+        """The tensor-parallel group, if any."""
         return None if self.shards is None else self.shards.group
 
     def first_column(self, vocab: int) -> int:
@@ -83,7 +83,7 @@ class _Options:
 
 
 def chunk_tokens(tokens: int, vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens per chunk: about :data:`LOGIT_BYTES` of logits, spread evenly over the chunks."""
+    """Return the tokens per chunk: about :data:`LOGIT_BYTES` of logits, spread evenly over the chunks."""
     count = -(-tokens * vocab * dtype.itemsize // LOGIT_BYTES.get(device.type, LOGIT_BYTES["cpu"]))
     return min(-(-tokens // (count * TOKENS)) * TOKENS, tokens)
 
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     main_grad: MainGrad | None = None,
     token_chunk: int | None = None,
 ) -> TokenLosses:
-    """Cross-entropy of each token from hidden states, as ``reference.linear_cross_entropy`` defines it.
+    """Compute each token's cross-entropy from hidden states, as defined by ``reference.linear_cross_entropy``.
 
     Logits have the dtype of ``hidden``, as in a stock output layer; maxima, sums of exponentials, losses and the softmax in
     the gradient are float32 (float64 inputs: float64). Differentiable once, in hidden, weight and bias. The host never waits
@@ -117,12 +117,12 @@ def linear_cross_entropy(
         bias_V: added to the logits, or None.
         logit_scale: factor on the logits.
         token_weight: the weight that each token's loss will be multiplied by, up to one common factor, or None. It is a
-            promise: where gradients are enabled, backward fails with anything else, and also where the losses were rounded
+            promise: if gradients are enabled, backward fails with any other gradient, and also if the losses were rounded
             to 16 bits in between. float16, which cannot hold a gradient before the factor (the loss scale) is known, gets
             its gradients in the backward pass, without this check.
         shards: the tensor-parallel group, or None for one rank.
-        main_grad: where the gradient of the weight goes, or None to return it.
-        token_chunk: tokens in a chunk, or None to choose. It changes the memory needed, and results by rounding only.
+        main_grad: buffer for the gradient of the weight, or None to return it.
+        token_chunk: tokens per chunk, or None to choose. It changes the memory needed, and results only by rounding.
 
     Returns:
         Losses, largest logits and their columns, each in the shape of ``label``.
@@ -231,14 +231,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
     """Return the common factor, [1], between the gradient of the losses and the weights.
 
-    It is not finite where any gradient is not, and makes the returned gradients non-finite too, as a loss-scale overflow does.
+    It is not finite if any gradient is not, and makes the returned gradients non-finite too, as a loss-scale overflow does.
 
     Raises:
-        RuntimeError: there is no such factor; on a GPU later, by a device-side assertion.
+        RuntimeError: there is no such factor; on a GPU raised later, by a device-side assertion.
     """
     tiny = torch.finfo(weight_N.dtype).tiny
     largest_1 = weight_N.abs().amax(0, keepdim=True).clamp_(min=tiny)
-    unit_N = weight_N / largest_1  # so that the squares neither underflow nor overflow
+    unit_N = weight_N / largest_1  # keeps the squares from underflow and overflow
     factor_1 = (
         (grad_N * unit_N).sum(0, keepdim=True) / unit_N.square().sum(0, keepdim=True).clamp_(min=tiny) / largest_1
     )
@@ -246,8 +246,8 @@ def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
     is_kept = ((grad_N - promised_N).abs_() <= PROMISE * promised_N.abs()).all() | ~factor_1.isfinite()
     torch._assert_async(
         is_kept,
-        "linear_cross_entropy: the gradient of the losses is not token_weight times one factor, as was promised; pass the "
-        "weights that the losses are multiplied by, or none",
+        "linear_cross_entropy: the gradient of the losses is not token_weight times one factor; pass the weights that the "
+        "losses are multiplied by as token_weight, or None",
     )
     return factor_1
 
@@ -274,12 +274,12 @@ class _Head:
         self.chunk = min(chosen, tokens)
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Each chunk's tokens and their logits [C, V], in a buffer that the next chunk overwrites."""
+        """Yield each chunk's tokens and their logits [C, V], in a buffer that the next chunk overwrites."""
         tokens, vocab, scale = len(self.hidden_NH), self.weight_VH.shape[0], self.options.logit_scale
         padded_CV = self.hidden_NH.new_empty(self.chunk, -(-vocab // COLUMNS) * COLUMNS)
         if (
             padded_CV.device.type == "cpu"
-        ):  # torch 2.14 multiplies what stands there by zero (bf16, odd vocabularies): no NaN
+        ):  # torch 2.14 multiplies stale memory by zero (bf16, odd vocabularies): it must not be NaN
             padded_CV[:, vocab:] = 0
         buffer_CV = padded_CV[:, :vocab]
         for first in range(0, tokens, self.chunk):
@@ -291,7 +291,7 @@ class _Head:
 
 
 def _gathered(hidden: torch.Tensor, shards: VocabShards | None) -> torch.Tensor:
-    """All tokens of the tensor-parallel group, as [N, H]."""
+    """All-gather the tokens of the tensor-parallel group, as [N, H]."""
     if shards is not None and shards.sequence_parallel:
         whole = hidden.new_empty(hidden.shape[0] * shards.group.size(), *hidden.shape[1:])
         distributed.all_gather_into_tensor(whole, hidden.contiguous(), group=shards.group)
@@ -303,11 +303,11 @@ class _Gradients:
     """The requested gradients of hidden, weight and bias, accumulated chunk by chunk."""
 
     def __init__(self, needed: tuple[bool, ...], head: _Head, in_forward: bool) -> None:
-        """``in_forward``: whether this is the forward pass, where the factor is unknown and main_grad must not be touched."""
+        """``in_forward``: whether this is the forward pass, when the factor is unknown and main_grad must not be touched."""
         self.head, hidden_NH, options = head, head.hidden_NH, head.options
         for_hidden, for_weight, for_bias = needed[:3]
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        # Round once, after multiplying by the factor; gradients that ranks send each other are rounded before, too.
+        # Round once, after multiplying by the factor; gradients communicated between ranks are rounded before that, too.
         dtype = wide if in_forward and options.shards is None else hidden_NH.dtype
         self.grad_NH = hidden_NH.new_empty(hidden_NH.shape, dtype=dtype) if for_hidden else None
         self.is_own = in_forward or options.main_grad is None
@@ -322,7 +322,7 @@ class _Gradients:
         self.grad_V = None if head.bias_V is None or not for_bias else torch.zeros_like(head.bias_V, dtype=wide)
 
     def add(self, grad_CV: torch.Tensor, rows: slice) -> None:
-        """Accumulate from the gradient of the logits of the tokens ``rows``."""
+        """Accumulate the contributions of the tokens ``rows`` from the gradient of their logits."""
         if self.grad_NH is not None:
             add_product_(self.grad_NH[rows], grad_CV, self.head.weight_VH, is_first=True)
         if self.total_VH is not None:

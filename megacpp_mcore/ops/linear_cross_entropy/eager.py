@@ -15,10 +15,10 @@ class Statistics(NamedTuple):
     """Per-token statistics that losses are computed from, [C] each; float32 (float64 logits: float64).
 
     Attributes:
-        top: the largest logit of this rank, no less than the lowest finite number.
+        top: the largest logit of this rank, at least the lowest finite number.
         column: the first column that has it, int64.
         total: Σ exp(logit − ``top``).
-        picked: the label's logit − ``top``; 0 where the label is in no column of this rank.
+        picked: the label's logit − ``top``; 0 if the label is not on this rank.
     """
 
     top: torch.Tensor
@@ -29,9 +29,9 @@ class Statistics(NamedTuple):
     def losses(
         self, label_C: torch.Tensor, vocab: int, group: distributed.ProcessGroup | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and log-sum-exp of each token over the vocabulary of all ranks.
+        """Compute loss and log-sum-exp of each token over the vocabulary of all ranks.
 
-        Where no rank has the label, 0 stands for its logit minus the largest one, as in stock Megatron.
+        If no rank has the label, its logit minus the largest one counts as 0, as in Megatron.
         """
         top, total, picked = self.top, self.total, self.picked
         if group is not None:
@@ -46,7 +46,7 @@ class Statistics(NamedTuple):
 
 
 def has(vocab: int, label_C: torch.Tensor) -> torch.Tensor:
-    """Return whether a label is one of this rank's columns."""
+    """Return whether each label is one of this rank's columns."""
     return (label_C >= 0) & (label_C < vocab)
 
 
@@ -56,11 +56,11 @@ def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Te
     Args:
         logit_CV: contiguous along a row.
         label_C: int64; may lie outside of the columns.
-        weight_C: for :func:`gradient_`; None: leave the logits.
+        weight_C: for :func:`gradient_`; None: do not change the logits.
     """
     dtype = torch.promote_types(logit_CV.dtype, torch.float32)
     top, column = logit_CV.max(dim=-1)
-    # No less than the lowest finite number: the difference of two −∞ is NaN.
+    # Clamp to the lowest finite number: the difference of two −∞ is NaN.
     top = top.to(dtype).clamp_(min=torch.finfo(dtype).min)
     total = (logit_CV - top[:, None]).exp_().sum(dim=-1)
     here = has(logit_CV.shape[1], label_C)

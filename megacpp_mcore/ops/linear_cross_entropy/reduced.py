@@ -1,7 +1,7 @@
-"""Linear cross-entropy for your own code: ours, and those of Liger and quack, which return one number only.
+"""Linear cross-entropy for your own code, with a reduction: ours, and those of Liger and quack, which return only a scalar.
 
-No layer of the model uses these: Megatron multiplies the losses of tokens by a mask after the model has returned them. The
-vendors' are for the benchmark that compares them.
+No layer of the model uses these: Megatron multiplies the token losses by a mask after the model has returned them. Liger's
+and quack's are for the benchmark that compares them.
 
 Shape legend: N tokens, H hidden width, V vocabulary.
 """
@@ -37,14 +37,14 @@ def chunked(
     if reduction not in (*REDUCTIONS, "none"):
         raise ModelError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}, none")
     if not isinstance(ignore_index, int) or 0 <= ignore_index < len(weight_VH):
-        raise ModelError(f"ignore_index is {ignore_index!r}, expected an integer that is no label of {len(weight_VH)}")
+        raise ModelError(f"ignore_index is {ignore_index!r}, expected an integer outside of 0 to {len(weight_VH) - 1}")
     counted = label != ignore_index
     strange = counted & ((label < 0) | (label >= len(weight_VH)))
     if strange.is_cuda:
-        torch._assert_async(~strange.any(), "a label is neither of the vocabulary nor ignore_index")
+        torch._assert_async(~strange.any(), "a label is neither in the vocabulary nor ignore_index")
     elif bool(strange.any()):
         raise ModelError(
-            f"found the label {int(label[strange][0])}, expected 0 to {len(weight_VH) - 1}, or {ignore_index} (ignore_index)"
+            f"found label {int(label[strange][0])}, expected 0 to {len(weight_VH) - 1}, or {ignore_index} (ignore_index)"
         )
     announced = None if reduction == "none" else counted.float()
     losses = linear_cross_entropy(
@@ -58,7 +58,7 @@ def chunked(
 def liger(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Compute the same by Liger's kernels, in chunks of about as many logits as ours; the host waits for the device.
+    """Compute the same by Liger's kernels, in chunks of about as many logits as ours; synchronises the host.
 
     Raises:
         ModelError: shapes, dtypes or the reduction are not as described.
@@ -66,7 +66,7 @@ def liger(
     """
     _check(hidden_NH, weight_VH, label_N, reduction)
     (tokens, hidden), vocab = hidden_NH.shape, len(weight_VH)
-    # Its chunks have N · H · C / V tokens.
+    # Liger's chunks have N · H · C / V tokens.
     wanted = chunk_tokens(tokens, vocab, hidden_NH.dtype, hidden_NH.device) * vocab
     chunks = max(1, wanted // (tokens * hidden))
     loss: torch.Tensor = vendors.entry("liger")(

@@ -1,4 +1,4 @@
-"""Plain-PyTorch truth of linear cross-entropy, and the checks of its arguments that the chunked path shares.
+"""Plain-PyTorch truth of linear cross-entropy, and the argument checks that the chunked path shares.
 
 Shape legend: … leading axes of the tokens ([sequence, batch] in Megatron-Core), H hidden width, V vocabulary.
 """
@@ -17,10 +17,10 @@ def check_arguments(
     bias_V: torch.Tensor | None,
     token_weight: torch.Tensor | None,
 ) -> None:
-    """Check what does not depend on how tokens and vocabulary are spread over ranks.
+    """Check the arguments that do not depend on how tokens and vocabulary are sharded.
 
     Raises:
-        ModelError: widths or dtypes do not fit, or there is no token or no vocabulary.
+        ModelError: widths or dtypes do not fit, or there are no tokens or no vocabulary.
     """
     if weight_VH.dim() != 2 or hidden.shape[-1:] != weight_VH.shape[1:] or 0 in (*hidden.shape, *weight_VH.shape):
         raise ModelError(
@@ -56,17 +56,17 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     token_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Cross-entropy of each token: ``logsumexp(x) − x[label]`` with ``x = logit_scale · (hidden weightᵀ + bias)``.
+    """Compute each token's cross-entropy: ``logsumexp(x) − x[label]`` with ``x = logit_scale · (hidden weightᵀ + bias)``.
 
     Computed in float32 (float64 inputs: in float64). There is no reduction and no ignore index: as in megatron-core 0.19
     ``vocab_parallel_cross_entropy``, a label outside of [0, V) counts as the label of the largest logit,
-    ``logsumexp(x) − max(x)``, whose second term has no gradient; weight such tokens by 0.
+    ``logsumexp(x) − max(x)``, and the second term has no gradient; weight such tokens by 0.
 
-    The weights do not enter the losses; they announce the gradient. Megatron multiplies each loss by the loss mask (for an MTP
-    depth, the rolled one) and the sum by numbers that are the same for all tokens, so that the incoming gradient is
+    The weights do not change the losses; they announce the gradient. Megatron multiplies each loss by the loss mask (for an MTP
+    depth, the rolled one) and the sum by factors that are the same for all tokens, so the incoming gradient is
     ``s · token_weight`` with one ``s`` for all. An implementation may rely on that: it can compute the gradients of hidden and
     weight for ``s = 1`` from the logits of the forward pass, three products instead of four, and multiply them by s in the
-    backward pass. A token of weight 0 has its usual loss and no gradient, whatever the incoming one.
+    backward pass. A token of weight 0 has its usual loss and no gradient, regardless of the incoming one.
 
     Args:
         hidden: [..., H].

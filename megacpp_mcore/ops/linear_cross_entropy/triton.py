@@ -1,7 +1,7 @@
 """The steps of linear cross-entropy between and after its matrix products, as memory-bound Triton kernels.
 
-The softmax: a program reads its row twice, for the maximum and sum of exponentials, and to overwrite the logits by their
-gradient. Only as many rows are in flight as saturate the memory, so that the second read hits the L2 cache.
+Softmax: a program reads its row twice, for the maximum and the sum of exponentials, and to overwrite the logits by their
+gradient. Only as many rows are in flight as saturate memory bandwidth, so that the second read hits the L2 cache.
 
 Legend: C tokens of a chunk, V vocabulary of this rank.
 """
@@ -23,7 +23,7 @@ GROUP = 8
 """Neighbouring logits that share one running maximum: the 16 bytes that a thread loads at once."""
 
 WARPS = 32
-"""Two programs of this size fill a multiprocessor: 132 × 2 rows of 131 KB are in flight on an H200."""
+"""Warps: two such programs fill a multiprocessor, so 132 × 2 rows of 131 KB are in flight on an H200."""
 
 SCALED = 2048
 """Elements per program of ``add_scaled``."""
@@ -38,7 +38,7 @@ def _exp(x):
 
 @triton.jit
 def _load(row, column, V, stride):
-    """Logits in float32; −∞ beyond V, where a padded row may hold anything."""
+    """Load logits in float32; −∞ beyond V, where a padded row may hold anything."""
     x = tl.load(row + column, mask=column < stride, other=0.0).to(tl.float32)
     return tl.where(column < V, x, float("-inf"))
 
@@ -58,7 +58,7 @@ def softmax_rows(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One row, ``stride`` from the next: its statistics, unless its log-sum-exp is given; its gradient, if a weight is."""
+    """Process one row, ``stride`` from the next: statistics, unless its log-sum-exp is passed; gradient, if a weight is."""
     pid = tl.program_id(0)
     row = logit_CV + pid.to(tl.int64) * stride
     label = tl.load(label_C + pid)
@@ -67,7 +67,7 @@ def softmax_rows(
     starts, within = tl.arange(0, BLOCK // GROUP) * GROUP, tl.arange(0, GROUP)
     columns = starts[:, None] + within[None, :]
     if logsumexp_C is None:
-        # From the lowest finite number on: the difference of two −∞ is NaN.
+        # Start at the lowest finite number: the difference of two −∞ is NaN.
         top = tl.full([BLOCK // GROUP], LOWEST, tl.float32)
         total, first_of_top = tl.zeros_like(top), tl.zeros_like(starts)
         for first in range(0, V, BLOCK):
@@ -78,7 +78,7 @@ def softmax_rows(
             top = peak
         peak = tl.max(top, axis=0)
         total = tl.sum(total * _exp(top - peak), axis=0)
-        # The first column among equals: the first group that has the maximum, and the first column in it.
+        # First column among ties: the first group that has the maximum, and the first column in it.
         group = tl.min(tl.where(top == peak, first_of_top + starts, V), axis=0)
         place = tl.min(tl.where(_load(row, group + within, V, stride) == peak, within, GROUP), axis=0)
         picked = tl.load(row + tl.maximum(label, 0)).to(tl.float32)
@@ -87,7 +87,7 @@ def softmax_rows(
         tl.store(total_C + pid, total)
         tl.store(picked_C + pid, tl.where(here, picked - peak, 0.0))
         logsumexp = peak + tl.log(total)
-        tl.debug_barrier()  # everybody has read the row
+        tl.debug_barrier()  # all threads have read the row
     else:
         logsumexp = tl.load(logsumexp_C + pid)
     if weight_C is not None:
@@ -97,9 +97,7 @@ def softmax_rows(
             p = _exp(_load(row, column, V, stride) - logsumexp)
             p = tl.where(column == label, p - 1.0, p) * weight
             p = p.to(logit_CV.dtype.element_ty)
-            tl.store(
-                row + column, p, mask=column < stride, eviction_policy="evict_first"
-            )  # rows to come need the cache
+            tl.store(row + column, p, mask=column < stride, eviction_policy="evict_first")  # later rows need the cache
 
 
 def statistics(logit_CV: torch.Tensor, label_C: torch.Tensor, weight_C: torch.Tensor | None) -> Statistics:

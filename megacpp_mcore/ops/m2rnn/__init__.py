@@ -1,1 +1,1 @@
-"""M²RNN (arXiv 2603.14360): the reference of the matrix-state recurrence of an R layer."""
+"""M²RNN (arXiv 2603.14360): the matrix-state recurrence of an R layer, between its projections."""

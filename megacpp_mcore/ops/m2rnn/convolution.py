@@ -1,15 +1,15 @@
 """Triton prologue of the M²RNN recurrence: convolution, SiLU, forget gate, transpose to [B, H, S, ·]; forward and backward.
 
-The inputs are strided views [S, B, …] of a projection, possibly with L rows in front of the first token: the window that an
-earlier call left. The outputs are the inputs of :mod:`megacpp_mcore.ops.m2rnn.recurrence`, padded with tokens that change
-nothing: q = k = v = 0 and f = 1. ``f`` is negative where a document begins.
+The inputs are strided views [S, B, …] of a projection, possibly with L rows before the first token: the convolution window of
+an earlier call. The outputs are the inputs of :mod:`megacpp_mcore.ops.m2rnn.recurrence`, padded with tokens that change
+nothing: q = k = v = 0 and f = 1. ``f`` is negative at the start of a document.
 
-A program has a block of tokens of one batch row and one *group*: q, k, :data:`HEADS` heads of v, or the forget gates.
+A program handles a block of tokens of one batch row and one *group*: q, k, :data:`HEADS` heads of v, or the forget gates.
 Sums over tokens (weights, biases, A_log, dt_bias) are written as one partial sum per program; the caller adds these in a fixed
 order.
 
 Legend: S tokens, P padded tokens, B batch, K key dim, H heads, V value dim, T taps (the current token's last), N token blocks,
-L rows in front of the first token, R row blocks of the recurrence.
+L rows before the first token, R row blocks of the recurrence.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import triton.language as tl
 from megacpp_mcore.ops.assembly import softplus
 
 HEADS = 4
-"""Heads of v in one group: 64 channels, as many as q or k has."""
+"""Heads of v per group: 64 channels, as many as in q or k."""
 
 TOKENS = 32
-"""Tokens in one program."""
+"""Tokens per program."""
 
 TOKENS_BACKWARD = 16
-"""Tokens in one program of :func:`prepare_backward`: fewer, so that no register is spilled."""
+"""Tokens per program of :func:`prepare_backward`: fewer, so that no registers spill."""
 
 
 @triton.jit
 def _same_document(seq_BS, b, t, other, S, L, valid, DOCUMENTS: tl.constexpr):
-    """Return whether each row ``other`` is in token t's document, as rows in front of the first token are in its."""
+    """Return whether each row ``other`` is in token t's document; rows before the first token are in the first token's."""
     valid = valid & (other >= -L) & (other < S)
     if DOCUMENTS:
         own = tl.load(seq_BS + b * S + tl.maximum(t, 0), mask=valid, other=0)
@@ -207,10 +207,10 @@ def prepare_backward(
     HEADS: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Program (token block, batch row, group): add up the recurrence's partial gradients; backward of SiLU and the gate.
+    """Program (token block, batch row, group): sum the recurrence's partial gradients; backward of SiLU and the gate.
 
-    Writes ``du`` [B, S, 2K + HV], the gradient of the convolution before SiLU, and ``dx_f``; and per program a partial sum of
-    the gradients of the taps and, last on the axis of T + 1, of the bias, and of those of A_log and dt_bias.
+    Writes ``du`` [B, S, 2K + HV], the gradient of the convolution before SiLU, and ``dx_f``; and, per program, partial sums of
+    the gradients of the taps, of the bias (last on the axis of T + 1), and of A_log and dt_bias.
     """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     b, group = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -280,7 +280,7 @@ def _convolve_backward(
     x, x_s, offsets, weight, bias, channel, column, t, in_S, in_C, seq_BS, b, S, L, da, du_BSC, dweight_NCX, part,
     C: tl.constexpr, T: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Backward of SiLU, and this program's partial sums of the gradients of the taps and the bias."""
+    """Run backward of SiLU, and compute this program's partial sums of the gradients of the taps and the bias."""
     u = _convolve(x, x_s, offsets, weight, bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
     s = tl.sigmoid(u)
     seen = in_S[:, None] & in_C[None, :]
@@ -316,7 +316,7 @@ def convolution_inputs_backward(
     HEADS: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Program (row block, batch row, group): the gradient of the input rows, including those in front of the first token."""
+    """Program (row block, batch row, group): the gradient of the input rows, including those before the first token."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     t = row - L
     b, group, B = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(1)
@@ -324,7 +324,7 @@ def convolution_inputs_backward(
     there = t < S
     to = row.to(tl.int64) * B + b
     if group < 2:
-        key = tl.arange(0, K)  # not a name of the other branch: its shape would have to agree
+        key = tl.arange(0, K)  # a name that the other branch does not use: shapes would have to agree
         dqk = _taps_backward(
             du_BSC, qk_weight, group * K + key, group * K + key, key < K, t, there, seq_BS, b, S, C, T, DOCUMENTS
         )

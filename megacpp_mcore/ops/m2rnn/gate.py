@@ -2,7 +2,7 @@
 
     z = y + D ⊙ v        u = z ⊙ SiLU(g)        out = u · rsqrt(mean(u²) + eps) ⊙ weight
 
-y arrives as one partial sum per row block of the recurrence. Without NORM the caller applies the norm, to u with Σ u².
+y is passed as one partial sum per row block of the recurrence. Without NORM the caller applies the norm, given u and Σ u².
 
 Legend: S tokens, P padded tokens, B batch, H heads, V value dim, C = H·V channels, R row blocks, N programs of the backward.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 TOKENS = 4
-"""Tokens in one program of the forward pass."""
+"""Tokens per program of the forward pass."""
 
 
 @triton.jit(do_not_specialize=["S", "P", "width"])
@@ -40,7 +40,7 @@ def skip_gate_norm(
     TOKENS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Program (token block, batch row): all channels of a few tokens. Also writes the summed y and Σ u²."""
+    """Program (token block, batch row): all channels of a few tokens. Also write the summed y and Σ u²."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     b, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     c = tl.arange(0, C_POWER)

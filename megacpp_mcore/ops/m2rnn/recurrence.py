@@ -1,17 +1,17 @@
 """The M²RNN recurrence in Triton: the chain of states forward, its outputs, and every gradient backward.
 
-One warp owns 16 rows of one head's state, since rows are independent. ``h·W`` of such a block is two tensor-core products
-whose accumulator layout is the operand layout of the next step: from token to token nothing leaves the registers. Each program
+One warp owns 16 rows of one head's state, since rows are independent. ``h·W`` of such a block is two tensor-core products, and
+their accumulator layout is the operand layout of the next step: from token to token nothing leaves the registers. Each program
 writes its own partial sums over rows or heads, without atomics, so that the same inputs give the same bits.
 
-Products. On the chains of states and of their gradients, each fp32 factor is split into two bf16 parts (16 bits), and the three
-significant products are summed; elsewhere, where errors do not accumulate, factors are rounded once. Backward reads candidates
-of 11 bits.
+Products. In the recurrences of states and of their gradients, each fp32 factor is split into two bf16 parts (16 bits), and the
+three significant products are summed; elsewhere, where errors do not accumulate, factors are rounded once. Backward reads
+candidates with 11 bits.
 
 Backward (equations in :class:`megacpp_mcore.ops.m2rnn.reference.M2RNNChunked`). The forward pass saves one state per ``every``
 tokens. Pieces of the sequence are processed from the last to the first: ``advance`` runs a piece's spans in parallel and
 writes every token's candidate c and every fourth state; ``reverse`` then recomputes four tokens' states without tanh or
-products, and has one product per token on the chain backward.
+products, and has one product per token in its recurrence.
 
 Legend: B batch, S tokens, padded to a multiple of :data:`PADDING` (P on the host), H heads, K rows of a state, V its columns,
 R row blocks of :data:`ROWS`, X spans, T tokens of a piece, E saved states. A padding token has k = v = q = 0 and f = 1: it
@@ -31,7 +31,7 @@ from megacpp_mcore.ops.assembly import has_ptx
 from megacpp_mcore.ops.triton_launch import launch
 
 ROWS = 16
-"""Rows of a state in one program: the height of a tensor-core product."""
+"""Rows of a state per program: the height of a tensor-core product."""
 
 COLUMNS = 16
 """Columns of a state: the depth of a tensor-core product."""
@@ -40,7 +40,7 @@ PADDING = 8
 """Sequences are padded to a multiple of this many tokens."""
 
 PIECE = 512
-"""Tokens whose candidates the backward pass holds at a time, rounded up to whole spans."""
+"""Tokens of a piece, rounded up to whole spans: the backward pass holds the candidates of one piece at a time."""
 
 CANDIDATES = torch.float16
 """Dtype of the candidates, which lie in [−1, 1], between the two kernels of the backward pass."""
@@ -50,7 +50,7 @@ LOG2E_2 = tl.constexpr(2.8853900817779268)  # 2 log₂ e: exp(2x) = exp2(LOG2E_2
 
 @triton.jit
 def _split(x, PART: tl.constexpr):
-    """``x`` as the sum of two numbers of 8 bits; by truncation in PTX, else by rounding."""
+    """Split ``x`` into the sum of two numbers of 8 bits; by truncation in PTX, else by rounding."""
     if has_ptx():
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, b; .reg .f32 c, d;
@@ -72,7 +72,7 @@ def _split(x, PART: tl.constexpr):
 
 @triton.jit
 def _multiply(x, M_high, M_low, add, PART: tl.constexpr):
-    """``x · M + add`` for M in two parts; the three products have separate accumulators, so that none waits for another."""
+    """Compute ``x · M + add`` for M in two parts; separate accumulators, so that no product waits for another."""
     high, low = _split(x, PART)
     zero = _opaque_zeros(add)
     return _dot(high, M_high, PART, add) + (_dot(low, M_high, PART, zero) + _dot(high, M_low, PART, zero))
@@ -86,7 +86,7 @@ def _dot(a, b, PART: tl.constexpr, add=None):
 
 @triton.jit
 def _opaque_zeros(like):
-    """Zeros that are opaque to Triton, which would otherwise fold a sum of products into a chain of accumulations."""
+    """Return zeros that are opaque to Triton, which would otherwise fold a sum of products into a chain of accumulations."""
     if has_ptx():
         return tl.inline_asm_elementwise("mov.b32 $0, 0;", "=f,f", [like], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -128,7 +128,7 @@ def _step(h, pre, f):
 
 @triton.jit
 def _load_transition(W, c, PART: tl.constexpr, SCALE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """W [V, V] times SCALE, or its transpose, in two parts."""
+    """Load W [V, V] times SCALE, or its transpose, in two parts."""
     if TRANSPOSED:
         M = tl.load(W + c[None, :] * c.shape[0] + c[:, None])
     else:
@@ -167,7 +167,7 @@ def advance(
 
     ``starts`` holds the state before each span (None: 0), with stride ``starts_stride`` between heads. Writes the state
     before every ``every``-th token; and either every token's candidate or, if that is None, the last state and y, one partial
-    sum per row block. All token counts are multiples of 4; T and E count from ``start``.
+    sum per row block. All token counts are multiples of 4; T and E are counted from ``start``.
     """
     bh, block, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, V)
@@ -243,7 +243,7 @@ def _load_tile(at):
 
 @triton.jit
 def _stack(x0, x1, x2, x3, PART: tl.constexpr):
-    """Four tiles, one below the other, ready for a product."""
+    """Stack four tiles vertically, as the operand of a product."""
     x = tl.join(tl.join(x0.to(PART), x2.to(PART)), tl.join(x1.to(PART), x3.to(PART)))
     x = tl.permute(x, (2, 3, 0, 1))
     return tl.reshape(x, (4 * x0.shape[0], x0.shape[1]))
@@ -251,13 +251,13 @@ def _stack(x0, x1, x2, x3, PART: tl.constexpr):
 
 @triton.jit
 def _pick(token, x0, x1, x2, x3):
-    """From four products, one per token, pick each token's own row or column."""
+    """Pick each token's own row or column from four products, one per token."""
     return tl.where(token < 2, tl.where(token == 0, x0, x1), tl.where(token == 2, x2, x3))
 
 
 @triton.jit
 def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """One token: the state after it, and its candidate c."""
+    """Advance one token: return the state after it, and its candidate c."""
     h, f = _previous_state(h, f, DOCUMENTS)
     k = k.to(tl.float32)
     if has_ptx():
@@ -269,7 +269,7 @@ def _next_state(h, k, v, f, W_high, W_low, PART: tl.constexpr, DOCUMENTS: tl.con
 
 @triton.jit
 def _previous_state(h, f, DOCUMENTS: tl.constexpr):
-    """Return the previous state (0 for a document's first token) and the gate, its sign removed."""
+    """Return the previous state (0 for a document's first token) and the gate without its sign."""
     if DOCUMENTS:
         return tl.where(f < 0, 0.0, h), tl.abs(f)
     else:
@@ -302,10 +302,10 @@ def reverse(
     PART: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Every gradient of one row block, from token ``stop`` back to ``start``; program (batch · head, row block).
+    """Compute all gradients of one row block, from token ``stop`` back to ``start``; program (batch · head, row block).
 
-    Reads the states before every fourth token and all candidates; T and E count from ``start``. Writes each head's dq and dk
-    for its rows, and partial sums per row block of dv and df. Accumulates into dW, and replaces ``dh``, the gradient of the
+    Reads the states before every fourth token and all candidates; T and E are counted from ``start``. Writes each head's dq and
+    dk for its rows, and partial sums per row block of dv and df. Accumulates into dW, and replaces ``dh``, the gradient of the
     state after ``stop``, by that of the state before ``start``.
     """
     bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -374,8 +374,8 @@ def _load_tiles(tiles, t, SIZE: tl.constexpr):
 
 @triton.jit
 def _mix(h, c, f, DOCUMENTS: tl.constexpr):
-    """From a saved candidate: the state before a token (0 at a document's start) and after it; and the derivatives of the
-    latter with respect to tanh's argument and to f."""
+    """From a saved candidate, compute the state before a token (0 at a document's start) and after it, and the derivatives
+    of the latter with respect to tanh's argument and to f."""
     h, f = _previous_state(h, f, DOCUMENTS)
     c = c.to(tl.float32)
     new = (1.0 - f) * c
@@ -386,7 +386,7 @@ def _mix(h, c, f, DOCUMENTS: tl.constexpr):
 def _token_bwd(
     dh, change, slope, q, f, dy, WT_high, WT_low, PART: tl.constexpr, DOCUMENTS: tl.constexpr
 ):  # fmt: skip
-    """Backward of one token: the gradients of the state before it, of tanh's argument, and of f."""
+    """Run backward of one token: the gradients of the state before it, of tanh's argument, and of f."""
     dh += q.to(tl.float32)[:, None] * dy.to(tl.float32)[None, :]
     dpre, df = dh * slope, tl.sum(dh * change)
     if DOCUMENTS:
@@ -405,7 +405,7 @@ class Read(NamedTuple):
     v: torch.Tensor
     """[B, H, P, V]"""
     f: torch.Tensor
-    """[B, H, P], float32; negative where a document begins."""
+    """[B, H, P], float32; negative at the start of a document."""
 
 
 class Gradients(NamedTuple):
@@ -420,13 +420,13 @@ class Gradients(NamedTuple):
 
 
 def products(dtype: torch.dtype) -> dict[str, Any]:
-    """Precision of the products for inputs of this dtype: the dtype of a split's parts.
+    """Return the precision of the products for inputs of this dtype: the dtype of a split's parts.
 
     Raises:
         ModelError: the kernels do not support this dtype.
     """
     if dtype != torch.bfloat16:
-        raise ModelError(f"inputs of {dtype}: the Triton kernels take bfloat16; use the reference.")
+        raise ModelError(f"inputs are {dtype}, but the Triton kernels take only bfloat16; use the reference.")
     return {"PART": tl.bfloat16}
 
 
@@ -440,7 +440,7 @@ def forward(
     every: int,
     documents: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run all tokens: y as R partial sums [R, B, H, P, V], the state before every ``every``-th token [B, H, E, K, V], the last.
+    """Run all tokens: y as R partial sums [R, B, H, P, V], states before every ``every``-th token [B, H, E, K, V], last state.
 
     Args:
         q: see :class:`Read`.
@@ -450,7 +450,7 @@ def forward(
         W_HVV: the transition of each head, contiguous.
         h0_BHKV: the state before the first token, contiguous; None: 0.
         every: a multiple of :data:`PADDING`.
-        documents: whether ``f`` marks starts of documents.
+        documents: whether ``f`` marks document starts.
     """
     (B, H, P, V), K = v.shape, q.shape[-1]
     y = f.new_empty(K // ROWS, B, H, P, V)
@@ -471,7 +471,7 @@ def backward(
     every: int,
     documents: bool,
 ) -> Gradients:
-    """Every gradient, from the inputs of :func:`forward` and the states that it saved."""
+    """Compute all gradients from the inputs of :func:`forward` and the states that it saved."""
     (B, H, P, V), K = read.v.shape, read.q.shape[-1]
     R, new = K // ROWS, saved_BHEKV.new_empty
     dh = saved_BHEKV.new_zeros(B, H, K, V)

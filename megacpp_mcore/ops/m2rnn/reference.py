@@ -1,11 +1,11 @@
-"""M²RNN in plain PyTorch: the mixer between its two projections, and its recurrence, as written and with few saved states.
+"""M²RNN in plain PyTorch: the mixer between its two projections, and its recurrence, sequential and with few saved states.
 
 Source: M²RNN (arXiv 2603.14360). Per head, with state ``h ∈ R^{K×V}``::
 
     c_t = tanh(h_{t−1} W + k_t v_tᵀ)        h_t = f_t h_{t−1} + (1 − f_t) c_t        y_t = h_tᵀ q_t
 
-W multiplies from the right, so the K rows of h never meet: the batch × K rows of a head are independent recurrences
-that share W.
+W multiplies from the right, so the K rows of h do not interact: the batch × K rows of a head are independent
+recurrences that share W.
 
 Legend: B batch, S sequence, H heads, K key dim (rows of the state), V value dim, M = B·K rows, T tokens between two
 saved states.
@@ -29,14 +29,14 @@ from megacpp_mcore.ops.packed.documents import check_seq_idx, document_starts
 _expect = functools.partial(expect_shape, "M²RNN")
 
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Something with the signature of :func:`m2rnn_sequential`."""
+"""A function with the signature of :func:`m2rnn_sequential`."""
 
 
 class M2RNNState(NamedTuple):
     """State carried from one token to the next: the matrix state, and the convolution's window of earlier rows.
 
     Attributes:
-        h_BHKV: the state, float32 (float64 where an input is that).
+        h_BHKV: the state, float32 (float64 if an input is float64).
         window_BTC: the last T = taps − 1 rows of ``[q | k | v]`` before the convolution, C = 2K + H·V; zero before the
             document's first row.
     """
@@ -70,7 +70,7 @@ def m2rnn(
     checkpoint_every: int = 64,
     recurrence: Recurrence | None = None,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Do everything between the input and the output projection of an M²RNN mixer.
+    """Run an M²RNN mixer from the input projection to the output projection, both excluded.
 
     ``SiLU`` of a causal depthwise convolution on q, k and v; the recurrence of :func:`m2rnn_chunked` with the gate of
     :func:`m2rnn_forget_gate`; ``(y + D ⊙ v) ⊙ SiLU(g)``; RMSNorm over all channels. All heads share one head of q and k.
@@ -80,8 +80,8 @@ def m2rnn(
         k_SBK: keys from the projection.
         v_SBHV: values from the projection.
         g_SBHV: the output gate, before SiLU.
-        x_f_SBH: the projection behind the forget gate.
-        qk_conv_weight: [2K, taps], q's channels, then k's; the tap of the present token last.
+        x_f_SBH: the projection for the forget gate.
+        qk_conv_weight: [2K, taps], q's channels, then k's; the current token's tap last.
         qk_conv_bias: [2K].
         v_conv_weight: [H·V, taps].
         v_conv_bias: [H·V].
@@ -92,12 +92,12 @@ def m2rnn(
         norm_weight: [H·V].
         eps: of the norm.
         norm_width: channels that the norm averages over: those of all tensor-parallel ranks.
-        reduce: sums [S, B, 1] over the ranks that hold the other heads, forward and backward; None: these are all heads.
-        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state and
+        reduce: all-reduces [S, B, 1] over the ranks that hold the other heads, forward and backward; None: no other heads.
+        seq_idx: [B, S], the document number of each token (:mod:`megacpp_mcore.ops.packed.documents`): state and
             convolution are reset where it changes. None: one document.
-        initial_state: final state of an earlier call whose last document the first row continues; None: zero.
-        return_final_state: whether the state after the last row is returned.
-        checkpoint_every: tokens between two states that are saved for the backward pass, ≥ 1.
+        initial_state: final state of an earlier call, if the first row continues its last document; None: zero.
+        return_final_state: whether to return the state after the last row.
+        checkpoint_every: tokens between two states saved for the backward pass, ≥ 1.
         recurrence: replaces :func:`m2rnn_chunked`, for example by :func:`m2rnn_sequential`.
 
     Returns:
@@ -145,10 +145,10 @@ def check_mixer(
     seq_idx_BS: torch.Tensor | None,
     state: M2RNNState | None,
 ) -> None:
-    """Refuse inputs of a mixer that do not fit together; ``weights`` by the names they have in :func:`m2rnn`.
+    """Check that the inputs of a mixer fit together; ``weights`` are named as in :func:`m2rnn`.
 
     Raises:
-        ModelError: they do not.
+        ModelError: shapes do not fit.
     """
     if q_SBK.dim() != 3 or v_SBHV.dim() != 4:
         raise ModelError(
@@ -192,14 +192,14 @@ def causal_convolution(
     seq_idx_BS: torch.Tensor | None = None,
     window_BTC: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SiLU of a depthwise causal convolution: output t sees inputs t−K+1 … t of its document; ``[B, S, C] -> [B, S, C]``.
+    """Compute SiLU of a depthwise causal convolution: output t sees inputs t−K+1 … t of its document; ``[B, S, C]``.
 
     Args:
         x_BSC: the input.
-        weight_CK: the kernel of each channel, the tap of the present token last.
+        weight_CK: the kernel of each channel, the current token's tap last.
         bias_C: the bias of each channel.
-        seq_idx_BS: the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
-        window_BTC: the T = K − 1 rows before the first, of its document; None: zeros.
+        seq_idx_BS: the document number of each token (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
+        window_BTC: the T = K − 1 rows before the first one, in its document; None: zeros.
     """
     channels, kernel = weight_CK.shape
     back = kernel - 1
@@ -231,7 +231,7 @@ def _convolve_documents(
 def last_window(
     rows_BSC: torch.Tensor, length: int, seq_idx_BS: torch.Tensor | None, before_BTC: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the last ``length`` rows for the convolution of a later call, zero where they belong to another document."""
+    """Return the last ``length`` rows as the window of a later call's convolution, zero for rows of other documents."""
     if seq_idx_BS is not None:
         rows_BSC = rows_BSC.masked_fill((seq_idx_BS != seq_idx_BS[:, -1:]).unsqueeze(-1), 0.0)
     missing = max(length - rows_BSC.shape[1], 0)
@@ -248,7 +248,7 @@ def last_window(
 def skip_and_gate(
     y_SBHV: torch.Tensor, v_SBHV: torch.Tensor, g_SBHV: torch.Tensor, D_C: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(y + D ⊙ v) ⊙ SiLU(g)`` as ``[S, B, C]`` in float32 or wider, C = H·V, and the sum of its squares ``[S, B, 1]``."""
+    """Compute ``(y + D ⊙ v) ⊙ SiLU(g)``, ``[S, B, C]`` in float32 or wider, C = H·V, and its sum of squares ``[S, B, 1]``."""
     dtype = compute_dtype(y_SBHV, v_SBHV, g_SBHV, D_C)
     skipped_SBHV = y_SBHV.to(dtype) + D_C.to(dtype).view(y_SBHV.shape[2:]) * v_SBHV.to(dtype)
     gated_SBC = (skipped_SBHV * F.silu(g_SBHV.to(dtype))).flatten(2)
@@ -256,20 +256,20 @@ def skip_and_gate(
 
 
 def scale_rows(x_SBC: torch.Tensor, means_SB1: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of ``x`` with the mean square given, as it averages over the channels of all tensor-parallel ranks."""
+    """Apply RMSNorm to ``x`` given its mean square, which averages over the channels of all tensor-parallel ranks."""
     return x_SBC * torch.rsqrt(means_SB1 + eps) * weight_C
 
 
 def m2rnn_forget_gate(x_f_BSH: torch.Tensor, A_log_H: torch.Tensor, dt_bias_H: torch.Tensor) -> torch.Tensor:
-    """Compute ``f = exp(−exp(A_log) · softplus(x_f + dt_bias))``, one scalar a head.
+    """Compute ``f = exp(−exp(A_log) · softplus(x_f + dt_bias))``, one scalar per head.
 
     Args:
-        x_f_BSH: the projection behind the gate.
+        x_f_BSH: the projection for the gate.
         A_log_H: logarithm of the decay rate.
         dt_bias_H: learned bias.
 
     Returns:
-        ``f_BSH`` in (0, 1), in float32, or float64 when an input is float64.
+        ``f_BSH`` in (0, 1), in float32, or float64 if an input is float64.
 
     Raises:
         ModelError: shapes that do not fit.
@@ -290,7 +290,7 @@ def m2rnn_sequential(
     *,
     seq_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the recurrence token by token under autograd, which keeps every state: the truth.
+    """Run the recurrence token by token under autograd, which saves every state: the truth.
 
     Args:
         q_BSHK: queries; one head is read by all.
@@ -341,7 +341,7 @@ def m2rnn_chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute what :func:`m2rnn_sequential` does, saving one state per ``checkpoint_every`` tokens.
 
-    The work is done by :class:`M2RNNChunked`.
+    Implemented by :class:`M2RNNChunked`.
 
     Args:
         q_BSHK: queries; one head is read by all.
@@ -371,28 +371,28 @@ def m2rnn_chunked(
 
 
 class _Chunk(NamedTuple):
-    """T tokens in the compute dtype, time first, then heads, so that each head has one product over all rows."""
+    """T tokens in the compute dtype, time first, then heads, so that each head needs one product over all rows."""
 
     q_THBK: torch.Tensor
     k_THBK: torch.Tensor
     v_THBV: torch.Tensor
     f_THB: torch.Tensor
     starts_TM1: torch.Tensor | None = None
-    """Where a document begins; None: nowhere."""
+    """Document starts; None: no documents."""
 
 
 class M2RNNChunked(torch.autograd.Function):
-    """The M²RNN recurrence that saves a state every so many tokens and recomputes the others inside the backward pass.
+    """The M²RNN recurrence with one saved state per ``checkpoint_every`` tokens; backward recomputes the others.
 
-    Backward, from the last token to the first, with ``dh`` the gradient of all that follows::
+    Backward, from the last token to the first, with ``dh`` the gradient from all later tokens::
 
         dh += q_t dy_tᵀ                       df_t = Σ dh ⊙ (h_{t−1} − c_t)        dq_t = h_t dy_t
         dpre = (1 − f_t) dh ⊙ (1 − c_t²)      dW += h_{t−1}ᵀ dpre
         dk_t = dpre v_t                       dv_t = dpreᵀ k_t
         dh ← f_t dh + dpre Wᵀ                 (0 where a document begins, and h_{t−1} = 0 in all of the above)
 
-    Only the three lines that carry h or dh from token to token run one token at a time; the rest is done per chunk.
-    Products are exact to the dtype: TF32 and autocast are off inside, forward and backward.
+    Only the three lines that carry h or dh from token to token run one token at a time; the rest runs per chunk.
+    Products have the full precision of the dtype: TF32 and autocast are off inside, forward and backward.
     """
 
     @staticmethod
@@ -408,7 +408,7 @@ class M2RNNChunked(torch.autograd.Function):
         dtype: torch.dtype,
         starts_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run all chunks; saves the inputs and the state before each chunk."""
+        """Run all chunks, and save the inputs and the state before each chunk."""
         batch, sequence = v_BSHV.shape[:2]
         W = W_HVV.to(dtype)
         h_HMV = h0_BHKV.to(dtype).transpose(0, 1).flatten(1, 2)
@@ -431,7 +431,7 @@ class M2RNNChunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BSHV: torch.Tensor, dh_last_BHKV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Walk the chunks from the last to the first; the gradients have the dtypes of their inputs."""
+        """Process the chunks from last to first; the gradients have the dtypes of their inputs."""
         q, k, v, W_HVV, f, starts_BS, chunk_states_CHMV = ctx.saved_tensors
         batch, sequence = v.shape[:2]
         W = W_HVV.to(ctx.dtype)
@@ -447,7 +447,7 @@ class M2RNNChunked(torch.autograd.Function):
                 grads, dW_chunk, carry_HMV = _chunk_backward(chunk, W, chunk_states_CHMV[index], dy_THBV, carry_HMV)
                 dW += dW_chunk
                 for whole, part in zip((dq, dk, dv), grads[:3], strict=True):
-                    # A shared head gets the sum of all heads' gradients, rounded to its dtype once.
+                    # The gradient of a shared head is the sum over all heads, rounded to its dtype once.
                     summed = part.sum(1, keepdim=True) if whole.shape[2] == 1 else part
                     whole[:, tokens] = summed.permute(2, 0, 1, 3)
                 df[:, tokens] = grads.f_THB.permute(2, 0, 1)
@@ -464,7 +464,7 @@ def _load_chunk(
     tokens: slice,
     dtype: torch.dtype,
 ) -> _Chunk:
-    """Cut a chunk out of the inputs, casting only what it needs."""
+    """Slice a chunk of the inputs, casting only that part."""
     heads, rows = v_BSHV.shape[2], q_BSHK.shape[-1]
     q, k, v = (t[:, tokens].to(dtype).expand(-1, -1, heads, -1).permute(1, 2, 0, 3) for t in (q_BSHK, k_BSHK, v_BSHV))
     starts_TM1 = None if starts_BS is None else starts_BS[:, tokens].T.repeat_interleave(rows, dim=1).unsqueeze(-1)
@@ -474,9 +474,9 @@ def _load_chunk(
 def _run_chunk(
     chunk: _Chunk, W_HVV: torch.Tensor, h_HMV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """All states h_t and candidates c_t of a chunk, each [T, H, M, V]: three kernels a token, four between documents.
+    """Compute all states h_t and candidates c_t of a chunk, each [T, H, M, V]: three kernels per token, four with documents.
 
-    With documents, the third result is h_{t−1} as each token sees it; without, it is None: the first, shifted by one token.
+    With documents, the third result is h_{t−1} as each token sees it; without, it is None: it is h_t shifted by one token.
     """
     candidates_THMV = (chunk.k_THBK.unsqueeze(-1) * chunk.v_THBV.unsqueeze(-2)).flatten(2, 3)
     states_THMV = torch.empty_like(candidates_THMV)
@@ -526,13 +526,13 @@ def _chunk_backward(
 
 
 def _over_rows(f_THB: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeat the gate of a sequence for each of its K rows: [T, H, M, 1]."""
+    """Repeat each sequence's gate for its K rows: [T, H, M, 1]."""
     return f_THB.repeat_interleave(rows, dim=-1).unsqueeze(-1)
 
 
 @contextmanager
 def _exact_products(device: torch.device) -> Iterator[None]:
-    """Full float32 products inside, whatever is allowed outside: TF32's errors accumulate over thousands of steps."""
+    """Force full float32 products inside the context: TF32's errors accumulate over thousands of steps."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
@@ -553,7 +553,7 @@ def _check(
     f_BSH: torch.Tensor,
     h0_BHKV: torch.Tensor | None,
 ) -> torch.dtype:
-    """Refuse shapes that do not fit; returns the dtype to compute in."""
+    """Check that shapes fit, and return the dtype to compute in."""
     if v_BSHV.dim() != 4 or q_BSHK.dim() != 4 or 0 in (*v_BSHV.shape, *q_BSHK.shape):
         raise ModelError(
             f"q has shape {tuple(q_BSHK.shape)} and v {tuple(v_BSHV.shape)}; "

@@ -26,10 +26,10 @@ from megacpp_mcore.ops.triton_launch import launch
 from megacpp_mcore.util.nearest import nearest_number
 
 KEY_DIMS = (16, 32, 64)
-"""Whole row blocks of the recurrence, and a power of two for the convolution. The dispatcher takes the kernels only for 64."""
+"""Whole row blocks of the recurrence, and powers of two for the convolution. The dispatcher uses the kernels only for 64."""
 
 ROW_LOOPS = 528
-"""Programs of the gate's backward, which loop over the rows: four for each multiprocessor of an H200."""
+"""Programs of the gate's backward, which loop over the rows: four per multiprocessor of an H200."""
 
 
 def m2rnn(
@@ -56,7 +56,7 @@ def m2rnn(
     return_final_state: bool = False,
     checkpoint_every: int = 64,
 ) -> tuple[torch.Tensor, M2RNNState | None]:
-    """Compute as the reference does, in bfloat16; products have 8-bit factors, 16-bit on the chain of states.
+    """Compute the reference's ``m2rnn`` in bfloat16; products have 8-bit factors, 16-bit in the recurrence of states.
 
     ``checkpoint_every`` is rounded up to a multiple of :data:`~megacpp_mcore.ops.m2rnn.recurrence.PADDING`. Above
     :data:`~megacpp_mcore.ops.m2rnn.recurrence.PIECE` it costs memory in the backward pass, which holds a piece of that length.
@@ -70,19 +70,19 @@ def m2rnn(
         "v_conv_bias": v_conv_bias, "W": W, "A_log": A_log, "dt_bias": dt_bias, "D": D, "norm_weight": norm_weight,
     }  # fmt: skip
     check_mixer(q_SBK, k_SBK, v_SBHV, g_SBHV, x_f_SBH, weights, seq_idx, initial_state)
-    # Refuses a dtype before anything is launched.
+    # Reject an unsupported dtype before anything is launched.
     recurrence.products(one_dtype("M²RNN", q=q_SBK, k=k_SBK, v=v_SBHV, g=g_SBHV, x_f=x_f_SBH))
     key_dim, (heads, value_dim) = q_SBK.shape[-1], v_SBHV.shape[-2:]
     if key_dim not in KEY_DIMS or value_dim != recurrence.COLUMNS:
         raise ModelError(
-            f"M²RNN's kernels were given key dim {key_dim} and value dim {value_dim}; they take key dims {KEY_DIMS}, of which "
-            f"the dispatcher gives them only 64, and value dim {recurrence.COLUMNS}; the nearest are "
+            f"M²RNN's kernels got key dim {key_dim} and value dim {value_dim}; they support key dims {KEY_DIMS} (the "
+            f"dispatcher uses them only for 64) and value dim {recurrence.COLUMNS}; the nearest are "
             f"{nearest_number(key_dim, KEY_DIMS)} and {recurrence.COLUMNS}: use these, or the reference"
         )
     if qk_conv_weight.shape[1] != v_conv_weight.shape[1]:
         raise ModelError(
             f"M²RNN's convolution of q and k has {qk_conv_weight.shape[1]} taps and that of v {v_conv_weight.shape[1]}; its "
-            "kernels take one number for both: use the reference"
+            "kernels need the same number for both: use the reference"
         )
     if checkpoint_every < 1:
         raise ModelError(f"checkpoint_every is {checkpoint_every}; expected at least 1 token between two saved states.")
@@ -115,9 +115,9 @@ class Settings(NamedTuple):
     Attributes:
         eps: of the norm.
         norm_width: channels that it averages over.
-        norm: whether the norm is applied here; else the caller applies it to the gated output, in float32, and Σ u².
+        norm: whether the norm is applied here; else the caller applies it, given the gated output in float32 and Σ u².
         every: tokens between two saved states.
-        lead: rows of q, k and v in front of the first token.
+        lead: rows of q, k and v before the first token.
     """
 
     eps: float
@@ -228,7 +228,7 @@ class _Problem(NamedTuple):
             convolution.prepare_backward, (blocks, B, groups), *self._convolved(), self.D, self.seq_idx, grads.dq_BHPK,
             grads.dk_BHPK, grads.dv_RBHPV, dy_BHPV, grads.df_RBHP, du_BSC, dx_f, dweight, dgate, *self._strides(), S, P, lead,
             R=K // recurrence.ROWS, **(self._constants() | {"TOKENS": convolution.TOKENS_BACKWARD}),
-            enable_fp_fusion=False,  # so that threads that store the same sum of products have the same bits
+            enable_fp_fusion=False,  # so that threads storing the same sum of products get the same bits
         )  # fmt: skip
         dq, dk = (x.new_empty(x.shape) for x in (self.q, self.k))
         dv = self.v.new_empty(self.v.shape)

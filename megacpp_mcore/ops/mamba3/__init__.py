@@ -1,1 +1,1 @@
-"""Mamba-3 (arXiv 2603.15569): the reference of everything between the two projections of an M layer."""
+"""Mamba-3 (arXiv 2603.15569): everything between the two projections of an M layer."""

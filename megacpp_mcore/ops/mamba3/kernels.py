@@ -4,12 +4,12 @@ Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R rank, A r
 *segment* of T tokens, in steps of a *chunk* of L tokens: M = L·R rows, rank-major (row r·L + t), so that a sum over ranks
 stays in a thread. S is padded to ``SP``, a multiple of T, by tokens that add nothing and decay nothing.
 
-The state axis is *interleaved* inside the kernels: columns 2i and 2i + 1 are plane i of the rotation. MIMO's pairing by halves
+The state axis is *interleaved* inside the kernels: columns 2i and 2i + 1 are plane i of the rotation. MIMO's half pairing
 is reordered once, where B and C are normed.
 
-Tables: ``la`` [B, H, SP] the inclusive sum of log2 decays in a chunk, ``w`` and ``gamma`` [B, H, SP] of the reference's
-docstring, ``cos_sin`` [B, H, SP, 2A] the cosine and the sine of each angle side by side, ``bn`` and ``cn`` [B, G, R, SP, N]
-normed, states [B, H, SP / T + 1, P, N].
+Tables: ``la`` [B, H, SP] the inclusive sum of log2 decays in a chunk, ``w`` and ``gamma`` [B, H, SP] as in the reference's
+docstring, ``cos_sin`` [B, H, SP, 2A] adjacent cosine and sine of each angle, ``bn`` and ``cn`` [B, G, R, SP, N]
+normed B and C, states [B, H, SP / T + 1, P, N].
 Offsets between tokens of the model's own tensors [S, B, …] are given in units of 8 elements, so that the compiler knows
 their alignment.
 """
@@ -28,7 +28,7 @@ RESET = tl.constexpr(-160.0)
 """Added to the log2 decay of a document's first token: 2^-160 is 0 in float32, so it sees nothing before it."""
 
 
-# --- small parts ------------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def _tile(ptr, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _in_parts(ptr, at, mask, stride, PARTS: tl.constexpr):
-    """Sum over the parts of their elements at ``at``; 0 outside of the mask."""
+    """Sum the elements at ``at`` over the parts; 0 outside of the mask."""
     total = tl.load(ptr + at, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
         total += tl.load(ptr + part * stride + at, mask=mask, other=0.0)
@@ -284,7 +284,7 @@ def _tanh_angles(angles_ptr, s_s, s_b, t, b, S, A: tl.constexpr, AP: tl.constexp
 
 @triton.jit
 def _summed_angles(angle, seq_ptr, b, t, S, T: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr):
-    """Sum [T, AP] over tokens, from 0 at each document's start; and tell whether one starts at or before a token."""
+    """Sum [T, AP] over tokens, from 0 at each document's start; also return whether one starts at or before each token."""
     if PACKED:
         starts = tl.broadcast_to(_starts(seq_ptr, b, t, S).to(tl.int32)[:, None], (T, AP))
         flags, sums = tl.associative_scan((starts, angle), 0, _segmented_add)
@@ -352,7 +352,7 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
                cos_sin_ptr, theta_ptr, s_s, s_b, sA_s, sA_b, st_s, st_b, sa_s, sa_b, S, SP, NSEG, floor,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, T: tl.constexpr, L: tl.constexpr, HEAVY: tl.constexpr,
                PACKED: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
-    """Compute la, w, γ, the cosines and sines of a segment, and (FINAL) θ of the last token; programs (H, NSEG, B)."""
+    """Compute la, w, γ, cosines and sines of a segment, and (FINAL) θ of the last token; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     bh = (b * H + h).to(tl.int64)
     t = seg * T + tl.arange(0, T)
@@ -392,7 +392,7 @@ def tables_fwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 
 @triton.jit
 def _decays(la_ptr, w_ptr, rows, L: tl.constexpr):
-    """Load a chunk's decays: from its start to each token [M], each token's at the chunk's end [M], over all of it [1]."""
+    """Load a chunk's decays: from its start to each token [M], from each token to its end [M], and over the chunk [1]."""
     la, w = tl.load(la_ptr + rows), tl.load(w_ptr + rows)
     last = tl.load(la_ptr + L - 1)
     from_start, to_end, chunk_decay = exp2(la), exp2(last - la) * w, tl.exp2(last)
@@ -431,7 +431,7 @@ def chunk_state_fwd(x_ptr, bn_ptr, cn_ptr, b_bias_ptr, c_bias_ptr, mx_ptr, cos_s
     state = tl.zeros((P, N), tl.float32)
     segment_decay = 1.0
     for _ in tl.range(CHUNKS):
-        # Load before storing, where registers suffice: the compiler moves no load across a store.
+        # Load before storing, if registers suffice: the compiler does not move loads across stores.
         cos, sin = _cos_sin_of(cos_sin_ptr, 0, N, A, L)
         x = _tokens(x_ptr, sx_s, t0, S, L, P, EVEN)
         from_start, to_end, chunk_decay = _decays(la_ptr, w_ptr, token, L)
@@ -517,7 +517,7 @@ def chunk_state_bwd(q_ptr, do_ptr, la_ptr, w_ptr, dstate_ptr, decay_ptr, SP, NSE
 
 @triton.jit
 def _four_segments(base, decays, first, PN: tl.constexpr, NSEG: tl.constexpr, REVERSE: tl.constexpr):
-    """Load contributions of four segments to the state, and their decays; the last segment repeats where there are fewer."""
+    """Load four segments' contributions to the state and their decays; if there are fewer, the last segment is repeated."""
     added = ()
     decay = ()
     for j in tl.static_range(4):
@@ -548,7 +548,7 @@ def state_passing(state_ptr, decay_ptr, initial_ptr, final_ptr,
         tl.store(base + NSEG * PN, carry.to(DT))
     added, decay = _four_segments(base, decays, 0, PN, NSEG, REVERSE)
     for first in range(0, NSEG, 4):
-        # Prefetch the next four before storing: the compiler moves no load across a store.
+        # Prefetch the next four before storing: the compiler does not move loads across stores.
         added_next, decay_next = _four_segments(base, decays, first + 4, PN, NSEG, REVERSE)
         for j in tl.static_range(4):
             if first + j < NSEG:
@@ -570,9 +570,9 @@ def state_passing(state_ptr, decay_ptr, initial_ptr, final_ptr,
 
 @triton.jit
 def _weights(la_q, la_k, w_k, gamma_k, at_q, at_k):
-    """Weight a key's token for a query's: γ for the same token, the decayed w for an earlier one, 0 for a later one.
+    """Weight a key's token for a query's token: γ for the same token, the decayed w for an earlier one, 0 for a later one.
 
-    Arguments for queries and for keys broadcast against each other, so that this serves both orientations.
+    Arguments for queries and for keys broadcast against each other, so this works in both orientations.
     """
     return tl.where(at_q > at_k, exp2(la_q - la_k) * w_k, tl.where(at_q == at_k, gamma_k, 0.0))
 
@@ -593,8 +593,8 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
     """Load a chunk's values [M, P] float32 if requested, the results of :func:`_decays`, and the weights [M, ACROSS] of
     queries by keys or keys by queries. ACROSS is M, or L (one weight per token): fewer registers, more instructions.
 
-    The condition always holds. It keeps Triton from pipelining the loads under it, so that only descriptor loads are
-    prefetched: for more there is neither the shared memory nor the registers.
+    The condition is always true. It keeps Triton from pipelining the loads under it, so that only descriptor loads are
+    prefetched: there is not enough shared memory, nor registers, for more.
     """
     v = tl.zeros((M, P), tl.float32)
     from_start, to_end, chunk_decay = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32), 0.0
@@ -618,7 +618,7 @@ def _values_and_weights(x_ptr, mx_ptr, la_ptr, w_ptr, gamma_ptr, token, inside, 
 
 @triton.jit
 def _values(x, mix_ptr, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr, MIMO: tl.constexpr):
-    """Mix x of a chunk, [L, P] or loaded by its descriptor, to the values of every rank, [M, P] float32."""
+    """Mix x of a chunk, [L, P] or loaded by its descriptor, into the values of every rank, [M, P] float32."""
     v = _for_ranks(tl.reshape(x, (L, P)), R, L, P)
     if MIMO:
         v = v * tl.load(mix_ptr).to(tl.float32)
@@ -627,14 +627,14 @@ def _values(x, mix_ptr, R: tl.constexpr, L: tl.constexpr, P: tl.constexpr, MIMO:
 
 @triton.jit
 def _sum_tokens(x, sums, DT: tl.constexpr, R: tl.constexpr, L: tl.constexpr, ROWS: tl.constexpr):
-    """Add to ``sums`` [ROWS, X], one row per rank, the sum over tokens of [M, X]: a tensor-core product with 0 and 1."""
+    """Add the sum of [M, X] over tokens to ``sums`` [ROWS, X], one row per rank: a tensor-core product with 0 and 1."""
     r, m = tl.arange(0, ROWS), tl.arange(0, R * L)
     return _dot((m[None, :] // L == r[:, None]).to(DT), x.to(DT), sums)
 
 
 @triton.jit
 def _tokens(ptr, stride, start, S, L: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr):
-    """Load x or z of a chunk, [L, P], from token ``start`` on. Padding repeats the last token, without effect."""
+    """Load x or z of a chunk, [L, P], from token ``start`` on. Padding repeats the last token, which has no effect."""
     pos, p = tl.arange(0, L), tl.arange(0, P)
     if not EVEN:
         pos = tl.minimum(pos, S - 1 - start)
@@ -653,7 +653,7 @@ def chunk_scan_fwd(x_desc, z_ptr, k_desc, q_desc, mx_ptr, mz_ptr, mo_ptr, D_ptr,
                    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
                    CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, RAW: tl.constexpr, GATED: tl.constexpr,
                    NORM: tl.constexpr):  # fmt: skip
-    """Compute the output of a segment, given the state before it: GATED, y [S, B, H, P], with NORM normed; RAW, the gate's
+    """Compute the output of a segment from the state before it: GATED, y [S, B, H, P], with NORM normed; RAW, the gate's
     input for every rank, o [B, H, SP / L, M, P]; or both. Programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
@@ -790,7 +790,7 @@ def gate_bwd(x_ptr, z_ptr, dy_ptr, mx_ptr, mz_ptr, mo_ptr, norm_ptr, y_ptr, do_p
     z, dy, ys = _gate_inputs(z_ptr, dy_ptr, y_ptr, sz_s, sy_s, 0, t0, S, R, P, L, TOKENS, EVEN)
     for step in tl.range(STEPS):
         first = step * TOKENS
-        # Prefetch the next tokens' inputs before storing: the compiler moves no load across a store.
+        # Prefetch the next tokens' inputs before storing: the compiler does not move loads across stores.
         z_next, dy_next, ys_next = _gate_inputs(
             z_ptr, dy_ptr, y_ptr, sz_s, sy_s, min(step + 1, STEPS - 1) * TOKENS, t0, S, R, P, L, TOKENS, EVEN
         )  # fmt: skip
@@ -894,8 +894,8 @@ def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w
                         CHUNKS: tl.constexpr, MIMO: tl.constexpr, EVEN: tl.constexpr, KEYS: tl.constexpr,
                         VALUES: tl.constexpr, QUERIES: tl.constexpr):  # fmt: skip
     """KEYS: the gradients of the keys [B, H, SP / L, M, N]. VALUES: those of x, of mimo_x (a partial sum per segment) and of γ.
-    One at a time where both do not fit in the registers. QUERIES, with KEYS and segments of one chunk: those of the queries,
-    too, which may overwrite ``do``. Last token to first; programs (H, NSEG, B)."""
+    One at a time if both do not fit in registers. QUERIES, with KEYS and segments of one chunk: also those of the queries,
+    which may overwrite ``do``. Last token to first; programs (H, NSEG, B)."""
     h, seg, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     M: tl.constexpr = L * R
     ROWS: tl.constexpr = 16
@@ -938,7 +938,7 @@ def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w
             dv = _dot(k, rounded.T) * to_end[:, None]
             dv = _dot(scores, do, dv).to(DT).to(tl.float32)
             if MIMO:
-                # Reload x and mimo_x from the cache: there are no registers to hold them.
+                # Reload x and mimo_x from the cache: there are not enough registers to hold them.
                 dmx = _sum_tokens(dv * _tile(x_at, inside, EVEN), dmx, DT, R, L, ROWS)
                 dv = dv * tl.load(mx_ptr + mix).to(tl.float32)
             dx = _over_ranks(dv, R, L, P).to(DT)
@@ -966,7 +966,7 @@ def chunk_scan_bwd_keys(x_ptr, k_desc, q_desc, do_desc, mx_ptr, D_ptr, la_ptr, w
 def boundary_gradients(state_ptr, dstate_ptr, value_ptr, angle_ptr, BOUNDARIES,
                        H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, A: tl.constexpr):  # fmt: skip
     """Compute the gradients with respect to the log decay, ``value`` [B, H, NSEG + 1], and θ's increment, ``angle`` [B, H,
-    NSEG + 1, A], at each boundary of segments, ends included: from the state there and its gradient. Programs (H, NSEG + 1,
+    NSEG + 1, A], at each segment boundary, ends included, from the state there and its gradient. Programs (H, NSEG + 1,
     B)."""
     at = (tl.program_id(2) * H + tl.program_id(0)).to(tl.int64) * BOUNDARIES + tl.program_id(1)
     n, p, i = tl.arange(0, N), tl.arange(0, P), tl.arange(0, N // 2)
@@ -1018,7 +1018,7 @@ def rotate_bwd(bn_ptr, cn_ptr, bias_ptr, dk_ptr, dq_ptr, cos_sin_ptr, dnormed_pt
         rotated_first, rotated_second = _planes(tl.load(drow_ptr + row * (R * N) + tile), R, L, COLUMNS)
         d_first = rotated_first * cos + rotated_second * sin
         d_second = rotated_second * cos - rotated_first * sin
-        # A rotation of both leaves the dot product of a plane's key and its gradient unchanged.
+        # Rotating both leaves the dot product of a plane's key and its gradient unchanged.
         tl.store(value_ptr + row + pos, tl.sum(tl.sum(first * d_first + second * d_second, 0), 1))
         drotation = tl.sum(first * d_second - second * d_first, 0)
         tl.store(drotation_ptr + row * A + pos[:, None] * A + i[None, :], drotation, mask=shown)
@@ -1065,7 +1065,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
     start = tl.load(boundary_value_ptr + place)
     da = start - (summed - value) + fraction * (tl.load(boundary_value_ptr + place + 1) + tl.sum(value, 0) - start)
     dw = tl.where(w > 0, (k_value - gamma * dgamma) / tl.where(w > 0, w, 1.0), 0.0)
-    # The previous token: its w contains this token's pending part.
+    # The previous token's w contains this token's pending part.
     has_before = inside & (t > 0)
     if PACKED:
         has_before = has_before & (_starts(seq_ptr, b, t, S) == 0)
@@ -1089,7 +1089,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
         + fraction[:, None] * (end + tl.sum(drotation, 0) - start)[None, :]
     )
     if PACKED:
-        # Nothing crosses the start of a document.
+        # No gradient crosses the start of a document.
         begins = _starts(seq_ptr, b, t, S)
         da = tl.where(begins, 0.0, da)
         dtheta = tl.where(begins[:, None], 0.0, dtheta)
@@ -1128,7 +1128,7 @@ def tables_bwd(dd_dt_ptr, dd_A_ptr, trap_ptr, angles_ptr, dt_bias_ptr, seq_ptr, 
 def angles_bwd(angles_ptr, dangle_ptr, out_ptr, sa_s, sa_b, sg_s, sg_b, S, SP,
                H: tl.constexpr, A: tl.constexpr, AP: tl.constexpr, TOKENS: tl.constexpr,
                HEADS: tl.constexpr):  # fmt: skip
-    """Sum every head's gradient of the angles [B, H, SP, A] to that of their projection [S, B, A]; programs (S / TOKENS,
+    """Sum the heads' gradients of the angles [B, H, SP, A] into that of their projection [S, B, A]; programs (S / TOKENS,
     B)."""
     b = tl.program_id(1)
     t, i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, AP)

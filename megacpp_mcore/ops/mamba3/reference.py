@@ -1,4 +1,4 @@
-"""Mamba-3 in plain PyTorch: the truth that every faster Mamba-3 path of this package is tested against; it can also train.
+"""Mamba-3 in plain PyTorch: the reference that this package's faster Mamba-3 paths are tested against; it can also train.
 
 Source: Mamba-3 (arXiv 2603.15569); behaviour as in mamba-ssm v2.3.2.post1 (``mamba_ssm/modules/mamba3.py``, its tests).
 
@@ -10,17 +10,17 @@ The recurrence, per head, with ``a_t = A_t Δ_t < 0`` and ``V_{t,r} = x_t ⊙ mi
     h_t = exp(a_t) h_{t−1} + (1 − λ_t) Δ_t exp(a_t) Σ_r V_{t−1,r} ⊗ B_{t−1,r} + λ_t Δ_t Σ_r V_{t,r} ⊗ B_{t,r}
     y_{t,r} = h_t C_{t,r}
 
-The second term carries the same exp(a_t) as the state it joins, so it may be added *before* the decay. One product
-Σ_q V_{s,q} ⊗ B_{s,q} then serves token s twice: with ``γ_s = λ_s Δ_s`` in its own step, and with
+The second term has the same exp(a_t) as the state it is added to, so it may be added *before* the decay. The product
+Σ_q V_{s,q} ⊗ B_{s,q} is then used twice: with ``γ_s = λ_s Δ_s`` by token s itself, and with
 
     w_s = γ_s + (1 − λ_{s+1}) Δ_{s+1}          (the second part is 0 for the last token)
 
-by every later one, after which only decays follow. In closed form, for all t::
+by every later token, followed only by decays. In closed form, for all t::
 
     y_{t,r} = Σ_q γ_t (C_{t,r}·B_{t,q}) V_{t,q} + Σ_{s<t} exp(Σ_{k=s+1..t} a_k) w_s Σ_q (C_{t,r}·B_{s,q}) V_{s,q}
 
-which is attention with a decay mask, and is what the chunked scan computes chunk by chunk. It is the shifted form that
-mamba-ssm's kernels use as well.
+which is attention with a decay mask, and is what the chunked scan computes chunk by chunk. mamba-ssm's kernels use the same
+shifted form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Method = Literal["chunked", "sequential"]
 
 
 class ScanState(NamedTuple):
-    """State carried from one token to the next in the scan: h, and the rotated B and the x of the trapezoid's pending term."""
+    """State that the scan carries from token to token: h, and the rotated B and the x of the trapezoid's pending term."""
 
     h_BHPN: torch.Tensor
     b_BRHN: torch.Tensor
@@ -54,7 +54,7 @@ class ScanState(NamedTuple):
 
 
 class Mamba3State(NamedTuple):
-    """State carried from one token to the next in the mixer: that of the scan, and the accumulated rotation angle (radians)."""
+    """State that the mixer carries from token to token: that of the scan, and the accumulated rotation angle (radians)."""
 
     h_BHPN: torch.Tensor
     b_BRHN: torch.Tensor
@@ -76,15 +76,15 @@ def mamba3_decay_and_gates(
     ``A = min(−activation(dd_A), −A_floor)``, ``Δ = softplus(dd_dt + dt_bias)``, ``λ = sigmoid(trap)``.
 
     Args:
-        dd_dt_BSH: projection behind the step Δ.
-        dd_A_BSH: projection behind the decay rate A.
-        trap_BSH: projection behind λ, the weight of the current token against the previous one.
+        dd_dt_BSH: projection for the step Δ.
+        dd_A_BSH: projection for the decay rate A.
+        trap_BSH: projection for λ, the weight of the current token relative to the previous one.
         dt_bias_H: learned bias of the step.
         A_floor: the smallest decay rate allowed, > 0.
         activation: ``softplus`` (v2.3.2.post1), or ``heavy_tail`` (newer upstream): 1 + u for u ≥ 0, 1 / (1 − u) below.
 
     Returns:
-        ``(adt_BSH, dt_BSH, trap_BSH)``: A·Δ (negative), Δ and λ, in float32, or float64 when an input is float64.
+        ``(adt_BSH, dt_BSH, trap_BSH)``: A·Δ (negative), Δ and λ, in float32, or float64 if an input is float64.
 
     Raises:
         ModelError: shapes that do not fit, a floor that is not positive, or an unknown activation.
@@ -111,12 +111,12 @@ def mamba3_angles(
 ) -> torch.Tensor:
     """Accumulate the rotation angles: ``θ_t = θ_{t−1} + Δ_t · π · tanh(angle_t)``, 0 before a document's first token.
 
-    The sum runs in float64: after thousands of tokens a float32 sum is wrong by more than the parity tolerance.
+    The sum runs in float64: after thousands of tokens the error of a float32 sum exceeds the parity tolerance.
 
     Args:
         angles_BSA: the angle projection, shared by all heads.
         dt_BSH: the step Δ.
-        seq_idx_BS: the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
+        seq_idx_BS: the document number of each token (:mod:`megacpp_mcore.ops.packed.documents`); None: one document.
         initial_BHA: the angle before the first token; None: 0.
 
     Returns:
@@ -141,13 +141,13 @@ def mamba3_angles(
 
 
 def mamba3_rotate(x_BSRHN: torch.Tensor, theta_BSHA: torch.Tensor, *, pairing: Pairing) -> torch.Tensor:
-    """Rotate the first A planes of the state axis by θ, the same for every rank; the rest passes unchanged.
+    """Rotate the first A planes of the state axis by θ, the same for every rank; the rest is unchanged.
 
     Args:
         x_BSRHN: B or C, normed and biased.
         theta_BSHA: angles in radians, A ≤ N / 2.
-        pairing: which two states make plane i: ``interleaved`` (2i, 2i + 1), what SISO uses, or ``half``
-            (i, i + N / 2), what MIMO uses.
+        pairing: which two states form plane i: ``interleaved`` (2i, 2i + 1), used by SISO, or ``half``
+            (i, i + N / 2), used by MIMO.
 
     Returns:
         The rotated tensor, shaped like ``x_BSRHN``, in the wider of the two dtypes.
@@ -190,7 +190,7 @@ def mamba3_scan_sequential(
     mimo_x_HRP: torch.Tensor | None = None,
     initial_state: ScanState | None = None,
 ) -> tuple[torch.Tensor, ScanState]:
-    """Run the recurrence of the module's docstring token by token: the truth.
+    """Run the recurrence of the module's docstring token by token: the reference.
 
     Args:
         x_BSHP: the input.
@@ -236,8 +236,8 @@ def mamba3_scan_chunked(
 ) -> tuple[torch.Tensor, ScanState]:
     """Compute what :func:`mamba3_scan_sequential` does, as matrix products over chunks of ``chunk_size`` tokens.
 
-    Keeps one state per chunk, never one per token. Any length: the last chunk is padded with tokens that decay nothing
-    and add nothing. Every exponent is a sum of decays between two places, hence ≤ 0: nothing can overflow.
+    Saves one state per chunk, never one per token. Any length: the last chunk is padded with tokens that decay nothing
+    and add nothing. Every exponent is a sum of log decays between two tokens, hence ≤ 0: nothing can overflow.
 
     Args:
         x_BSHP: the input.
@@ -313,22 +313,22 @@ def mamba3(
     method: Method = "chunked",
     segment_size: int | None = 1024,
 ) -> tuple[torch.Tensor, Mamba3State | None]:
-    """Do everything between the input and the output projection of a Mamba-3 mixer.
+    """Run a Mamba-3 mixer from the input projection to the output projection, both excluded.
 
     B and C: RMSNorm over the state, a copy of each group for its H / G heads, the head's bias, the rotation
     (``interleaved`` for SISO, ``half`` for MIMO). Then the scan, ``+ D ⊙ V``, the gate ``SiLU(z ⊙ mimo_z)``, the mix
-    ``Σ_r y_r ⊙ mimo_o_r``, and the RMSNorm of each head. All of it in float32 (float64 when an input is float64), whatever
-    autocast says.
+    ``Σ_r y_r ⊙ mimo_o_r``, and the RMSNorm of each head. All in float32 (float64 if an input is float64), regardless of
+    autocast.
 
     Args:
         x_SBHP: the input. This and the next seven may be strided views of one tensor.
         z_SBHP: the gate, before SiLU.
         b_SBGRN: B from the projection, before the norm; head h reads group h // (H / G).
         c_SBGRN: C from the projection, before the norm.
-        dd_dt_SBH: projection behind Δ.
-        dd_A_SBH: projection behind A.
-        trap_SBH: projection behind λ.
-        angles_SBA: projection behind the rotation, shared by all heads.
+        dd_dt_SBH: projection for Δ.
+        dd_A_SBH: projection for A.
+        trap_SBH: projection for λ.
+        angles_SBA: projection for the rotary angles, shared by all heads.
         dt_bias: [H].
         D: [H], the skip.
         b_bias: [H, R, N], added after the norm and before the rotation.
@@ -338,16 +338,16 @@ def mamba3(
         mimo_x: [H, R, P]; None (with the next two) means SISO.
         mimo_z: [H, R, P].
         mimo_o: [H, R, P].
-        out_norm_weight: [H·P], of an RMSNorm over the P values of each head after the mix; None: no norm, as mamba-ssm's
-            module has it by default.
+        out_norm_weight: [H·P], of an RMSNorm over the P values of each head after the mix; None: no norm, the default of
+            mamba-ssm's module.
         chunk_size: tokens of a chunk (``method="chunked"``).
         A_floor: the smallest decay rate.
         eps: of the norms.
         activation: of the decay rate, see :func:`mamba3_decay_and_gates`.
-        seq_idx: [B, S], the number of each token's document (:mod:`megacpp_mcore.ops.packed.documents`): state, trapezoid
+        seq_idx: [B, S], the document number of each token (:mod:`megacpp_mcore.ops.packed.documents`): state, trapezoid
             and rotation are reset where it changes. None: one document.
-        initial_state: final state of an earlier call whose last document the first row continues; None: zero.
-        return_final_state: whether the state after the last row is returned.
+        initial_state: final state of an earlier call, if the first row continues its last document; None: zero.
+        return_final_state: whether to return the state after the last row.
         method: ``chunked`` or ``sequential``.
         segment_size: None saves all activations for the backward pass; a number of tokens saves only the states between
             segments of that length and recomputes the rest, which divides the memory by about S / segment_size.
@@ -356,7 +356,7 @@ def mamba3(
         ``(out_SBHP, final_state)``: the output, contiguous and in the dtype of ``x_SBHP``; the state, or None.
 
     Raises:
-        ModelError: shapes that do not fit (see also the functions above), some but not all ``mimo_*``, SISO with a rank
+        ModelError: shapes do not fit (see also the functions above), only some of ``mimo_*`` are passed, or SISO has a rank
             above 1.
     """
     weights = (b_bias, c_bias, b_norm_weight, c_norm_weight, D, mimo_x, mimo_z, mimo_o, out_norm_weight)
@@ -368,7 +368,7 @@ def mamba3(
         raise ModelError(f"Unknown method {method!r}; use 'chunked' or 'sequential'.")
     batch, sequence = x.shape[:2]
     if segment_size is not None and segment_size < 1:
-        raise ModelError(f"segment_size is {segment_size}; expected at least 1 token, or None to keep everything.")
+        raise ModelError(f"segment_size is {segment_size}; expected at least 1 token, or None to save everything.")
 
     dtype = compute_dtype(*tokens, b, c, dt_bias, *(weight for weight in weights if weight is not None))
     mixer = _Mixer(*weights, eps, method, chunk_size, dtype)
@@ -425,7 +425,7 @@ def mix_segment(
     trap_BSH: torch.Tensor,
     theta_BSHA: torch.Tensor,
 ) -> tuple[torch.Tensor, ScanState]:
-    """Mix consecutive tokens, the state before them given; returns their output and the state after them."""
+    """Mix consecutive tokens from the state before them; return their output and the state after them."""
     pairing: Pairing = "interleaved" if mixer.mimo_x_HRP is None else "half"
     b = _norm_and_bias(b_BSRGN, mixer.b_norm_weight_N, mixer.b_bias_HRN, mixer.eps, mixer.dtype)
     c = _norm_and_bias(c_BSRGN, mixer.c_norm_weight_N, mixer.c_bias_HRN, mixer.eps, mixer.dtype)
@@ -451,7 +451,7 @@ def _rate(u: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "softplus":
         return F.softplus(u)
     if activation == "heavy_tail":
-        # The clamp keeps the branch not taken away from its pole at 1, where 0 · inf would make the gradient NaN.
+        # The clamp keeps the unused branch away from its pole at 1, where 0 · inf would make the gradient NaN.
         return torch.where(u < 0, torch.reciprocal(1 - u.clamp(max=0)), 1 + u)
     raise ModelError(f"Unknown activation {activation!r}; use 'softplus' (mamba-ssm v2.3.2.post1) or 'heavy_tail'.")
 
@@ -459,14 +459,14 @@ def _rate(u: torch.Tensor, activation: Activation) -> torch.Tensor:
 def _coefficients(
     adt_BH: torch.Tensor, dt_BH: torch.Tensor, trap_BH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """α, β and γ of one step, ready to multiply a [B, H, P, N] state."""
+    """Return α, β and γ of one step, shaped to multiply a [B, H, P, N] state."""
     adt, dt, lam = (t[:, :, None, None] for t in (adt_BH, dt_BH, trap_BH))
     alpha = torch.exp(adt)
     return alpha, (1 - lam) * dt * alpha, lam * dt
 
 
 def _values(x_BSHP: torch.Tensor, mimo_x_HRP: torch.Tensor | None) -> torch.Tensor:
-    """V_r = x ⊙ mimo_x_r as [B, S, R, H, P]; x itself with R = 1 for SISO."""
+    """Compute V_r = x ⊙ mimo_x_r as [B, S, R, H, P]; x itself with R = 1 for SISO."""
     if mimo_x_HRP is None:
         return x_BSHP.unsqueeze(2)
     return x_BSHP.unsqueeze(2) * mimo_x_HRP.to(x_BSHP.dtype).transpose(0, 1)
@@ -486,22 +486,22 @@ def _initial_terms(
 
 
 def _chunk_rows(t_BSRHX: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """[B, S, R, H, X] to [B, C, H, L·R, X], the last chunk padded with zeros."""
+    """Reshape [B, S, R, H, X] to [B, C, H, L·R, X], the last chunk padded with zeros."""
     padding = -t_BSRHX.shape[1] % chunk_size
     padded = F.pad(t_BSRHX, (0, 0, 0, 0, 0, 0, 0, padding))
     return padded.unflatten(1, (-1, chunk_size)).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
 
 def _chunk_tokens(t_BSH: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """[B, S, H] to [B, C, H, L], the last chunk padded with zeros."""
+    """Reshape [B, S, H] to [B, C, H, L], the last chunk padded with zeros."""
     padding = -t_BSH.shape[1] % chunk_size
     return F.pad(t_BSH, (0, 0, 0, padding)).unflatten(1, (-1, chunk_size)).transpose(2, 3)
 
 
 def _segment_sums(adt_BCHL: torch.Tensor) -> torch.Tensor:
-    """Σ_{k=s+1..t} a_k at [t, s] for s ≤ t, and 0 above the diagonal.
+    """Compute Σ_{k=s+1..t} a_k at [t, s] for s ≤ t, and 0 above the diagonal.
 
-    Each column is summed separately: the difference of two running sums would lose small decays that follow a large one.
+    Each column is summed separately: the difference of two running sums would lose small decays after a large one.
     """
     tokens = adt_BCHL.shape[-1]
     columns = adt_BCHL.unsqueeze(-1).expand(*adt_BCHL.shape, tokens)
@@ -511,7 +511,7 @@ def _segment_sums(adt_BCHL: torch.Tensor) -> torch.Tensor:
 def _inside_chunks(
     v_BCHMP: torch.Tensor, b_BCHMN: torch.Tensor, c_BCHMN: torch.Tensor, mask_BCHLL: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Contributions among the tokens of a chunk: (C Bᵀ ⊙ mask) V, every rank with every rank."""
+    """Compute the intra-chunk contributions: (C Bᵀ ⊙ mask) V, all pairs of ranks."""
     tokens = mask_BCHLL.shape[-1]
     scores = (c_BCHMN @ b_BCHMN.mT).unflatten(-1, (tokens, rank)).unflatten(-3, (tokens, rank))
     weighted = scores * mask_BCHLL[..., :, None, :, None]
@@ -521,7 +521,7 @@ def _inside_chunks(
 def _pass_states(
     h_BHPN: torch.Tensor, added_BCHPN: torch.Tensor, decay_BCH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Carry the state from chunk to chunk; returns the state that enters each chunk, and the one after the last."""
+    """Pass the state from chunk to chunk; return the state before each chunk, and the one after the last."""
     keep_BCH11 = torch.exp(decay_BCH)[..., None, None]
     entering = []
     for chunk in range(added_BCHPN.shape[1]):
@@ -533,7 +533,7 @@ def _pass_states(
 def _norm_and_bias(
     t_BSRGN: torch.Tensor, weight_N: torch.Tensor, bias_HRN: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """RMSNorm over the state, each group copied to its heads (head h reads group h // (H / G)), plus a head's bias."""
+    """Apply RMSNorm over the state, copy each group to its heads (head h reads group h // (H / G)), and add the heads' bias."""
     t = t_BSRGN.to(dtype)
     normed = t * torch.rsqrt(t.square().mean(-1, keepdim=True) + eps) * weight_N.to(dtype)
     heads_per_group = bias_HRN.shape[0] // t.shape[3]
@@ -549,7 +549,7 @@ def _skip_gate_mix(
     mimo_z_HRP: torch.Tensor | None,
     mimo_o_HRP: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(y + D ⊙ V) ⊙ SiLU(z ⊙ mimo_z), summed over the ranks with mimo_o."""
+    """Compute (y + D ⊙ V) ⊙ SiLU(z ⊙ mimo_z), summed over the ranks with mimo_o."""
     gated = torch.addcmul(y_BSRHP, D_H.unsqueeze(-1), _values(x_BSHP, mimo_x_HRP)) * F.silu(_values(z_BSHP, mimo_z_HRP))
     if mimo_o_HRP is None:
         return gated.squeeze(2)
@@ -557,7 +557,7 @@ def _skip_gate_mix(
 
 
 def _dims(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
-    """Return the shape of a tensor that must have one axis per letter, none of them empty."""
+    """Return the shape of a tensor, which must have one non-empty axis per letter."""
     if tensor.dim() != len(axes) or 0 in tensor.shape:
         raise ModelError(
             f"{name} has shape {tuple(tensor.shape)}; expected {len(axes)} axes [{', '.join(axes)}], none empty."
@@ -575,7 +575,7 @@ def _check_scan(
     mimo_x_HRP: torch.Tensor | None,
     state: ScanState | None,
 ) -> torch.dtype:
-    """Refuse shapes that do not fit; returns the dtype to compute in."""
+    """Check that shapes fit, and return the dtype to compute in."""
     batch, sequence, heads, head_dim = _dims("x", x_BSHP, "BSHP")
     rank, n = (_dims("b", b_BSRHN, "BSRHN")[axis] for axis in (2, 4))
     for name, tensor in (("b", b_BSRHN), ("c", c_BSRHN)):
@@ -608,7 +608,7 @@ def check_mixer(
     mimo_o_HRP: torch.Tensor | None,
     out_norm_weight_C: torch.Tensor | None,
 ) -> None:
-    """Refuse what the scan's own checks do not cover: the gate, groups, norms, biases, and an incomplete set of ``mimo_*``."""
+    """Check what the scan's own checks do not cover: the gate, groups, norms, biases, and an incomplete set of ``mimo_*``."""
     sequence, batch, heads, head_dim = _dims("x", x_SBHP, "SBHP")
     _, _, groups, rank, n = _dims("b", b_SBGRN, "SBGRN")
     _expect("z", z_SBHP, "SBHP", (sequence, batch, heads, head_dim))

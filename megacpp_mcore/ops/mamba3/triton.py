@@ -2,13 +2,13 @@
 
 Legend: B batch, S sequence, H heads, P head dim, G groups, N state, R MIMO rank, A rotation angles.
 
-The sequence is cut into segments. A first pass rotates B and C and computes every segment's contribution to the state, a short
-second one carries the state from segment to segment, and a third computes all segments in parallel from the states before
+The sequence is split into segments. A first pass rotates B and C and computes each segment's contribution to the state, a
+short second one passes the state from segment to segment, and a third scans all segments in parallel from the states before
 them. Backward does the same in reverse for the gradient of the state. Saved for it: the inputs, the states and, at rank 1, the
 tables and the gate's input; the rest is recomputed, per head, in the dtype of ``x``. :func:`mamba3_keep_scan` also saves those
-two at other ranks, :func:`mamba3_keep_all` keys and queries as well. Long rows (:data:`BLOCK_BYTES`) go through all of
-this in blocks of time, whose borders add roundings of float32. No sum depends on the order in which programs run: the
-same inputs give the same bits, whatever is saved.
+two at other ranks, :func:`mamba3_keep_all` keys and queries as well. Long rows (:data:`BLOCK_BYTES`) are processed
+in blocks of time, which adds float32 rounding at their boundaries. No sum depends on the order in which programs run: the
+same inputs give the same bits, regardless of what is saved.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ from megacpp_mcore.ops.triton_launch import DIRECT, launch, options
 from megacpp_mcore.util.nearest import nearest_number
 
 ROWS = 64
-"""Rows of a chunk, tokens × ranks: those of one warp group's tensor-core product."""
+"""Rows of a chunk, tokens × ranks: as many as one warp group's tensor-core product has."""
 
 RANKS = (1, 2, 4)
-"""Those that are tested. At 2 some kernels spill registers, up to 48 bytes at state 64 and 128 at 128, where the reference
-takes 40 times as long; at 8 and 16 others do."""
+"""Tested MIMO ranks. At 2 some kernels spill registers, up to 48 bytes at state 64 and 128 at 128, but the reference
+takes 40 times as long; at 8 and 16 other kernels spill."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The last is for tests: it is slow."""
+"""Supported dtypes; the last is for tests: it is slow."""
 
 SEGMENT = 128
-"""Least tokens between two stored states with several ranks; no segment is shorter than a chunk."""
+"""Minimum tokens between two stored states with several ranks; no segment is shorter than a chunk."""
 
 SCRATCH_BYTES = 2**29
-"""Most bytes of the keys in the backward pass, and of three more tensors each, unless one batch row needs more."""
+"""Maximum bytes of the keys in the backward pass, and of each of three more tensors, unless one batch row needs more."""
 
 BLOCK_BYTES = 2**29
-"""Most bytes of one batch row's keys: longer rows are computed in blocks of time, between which the state is passed."""
+"""Maximum bytes of one batch row's keys: longer rows are computed in blocks of time, with state passing between them."""
 
 COLUMNS = 32
-"""Most columns of the state per program of ``rotate_bwd``, whose sums over heads stay in registers."""
+"""Maximum columns of the state per program of ``rotate_bwd``, which holds its sums over heads in registers."""
 
 HEADS = 16
-"""Most heads of a group per program of ``rotate_bwd``."""
+"""Maximum heads of a group per program of ``rotate_bwd``."""
 
 
 Keep = Literal["inputs", "scan", "all"]
-"""What several ranks save for backward: the inputs and states; with ``scan`` the tables and the gate's input; or all of it."""
+"""What MIMO saves for backward: inputs and states; with ``scan`` also the tables and the gate's input; or everything."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one call, and what follows from them."""
+    """Sizes of one call, and what is derived from them."""
 
     S: int
     B: int
@@ -98,7 +98,7 @@ class Plan:
 
     @cached_property
     def segment(self) -> int:
-        """Tokens of a segment; at rank 1 one chunk, whose state is no larger than its keys."""
+        """Tokens of a segment; at rank 1 one chunk, as its state is no larger than its keys."""
         return self.chunk if self.R == 1 else max(SEGMENT, self.chunk)
 
     @cached_property
@@ -118,7 +118,7 @@ class Plan:
 
     @cached_property
     def grid(self) -> tuple[int, int, int]:
-        """A program for each head of each segment."""
+        """One program per head and segment."""
         return self.H, self.segments, self.B
 
     @cached_property
@@ -148,18 +148,18 @@ class Plan:
 
     @property
     def saves_rows(self) -> bool:
-        """Whether keys and queries are saved, too; at rank 1 backward recomputes them in a pass that it has anyway."""
+        """Whether keys and queries are saved, too; at rank 1 backward recomputes them in a pass that it needs anyway."""
         return self.R > 1 and self.keep == "all"
 
     @property
     def batches(self) -> list[slice]:
-        """The batch rows that the backward pass processes at a time."""
+        """Slices of batch rows that the backward pass processes at a time."""
         rows = max(1, SCRATCH_BYTES // (2 * self.H * self.padded * self.R * max(self.N, self.P)))
         return [slice(first, min(first + rows, self.B)) for first in range(0, self.B, rows)]
 
     @property
     def block(self) -> int:
-        """Tokens of a block of time: all of them, or equally many, in whole segments."""
+        """Tokens of a block of time: all tokens, or equal blocks of whole segments."""
         most = BLOCK_BYTES // (2 * self.H * self.R * max(self.N, self.P) * self.segment)
         return -(-self.segments // -(-self.segments // max(1, most))) * self.segment
 
@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def key_parts(self) -> tuple[dict[str, bool], ...]:
-        """What each launch of ``chunk_scan_bwd_keys`` computes: at a state of 128, and with newer versions of Triton, registers
+        """What each launch of ``chunk_scan_bwd_keys`` computes: at state 128, and with newer versions of Triton, registers
         suffice for only half of it."""
         if self.R == 1 or (DIRECT and self.N <= 64):
             return ({"KEYS": True, "VALUES": True, "QUERIES": self.R == 1},)
@@ -210,7 +210,7 @@ class Plan:
 
     @cached_property
     def constants(self) -> dict[str, dict[str, Any]]:
-        """Of each kernel the compile-time arguments that are sizes, and the launch options."""
+        """Per kernel, the compile-time arguments that are sizes, and the launch options."""
         names = {name: kernel.fn.__annotations__ for name, kernel in vars(kernels).items() if hasattr(kernel, "fn")}
         return {
             kernel: {name: self.sizes[name] for name in taken if name in self.sizes} | self.options(kernel)
@@ -218,7 +218,7 @@ class Plan:
         }
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any, **choices: Any) -> None:
-        """Launch ``kernel``, whose compile-time arguments are sizes or ``choices``."""
+        """Launch ``kernel`` with sizes and ``choices`` as its compile-time arguments."""
         launch(kernel, grid, *arguments, **(self.constants[kernel.__name__] | choices))
 
 
@@ -227,8 +227,8 @@ _plan = lru_cache(maxsize=128)(Plan)
 
 
 class _Parameters(NamedTuple):
-    """Parameters of the scan, with an interleaved state; in the dtype of the tables, but for D (float32) and the weight of
-    the output's norm, if any (its own); ``biases`` [2, H, R, N] are those of B and C."""
+    """Parameters of the scan, with an interleaved state; in the dtype of the tables, except D (float32) and the weight of
+    the output norm, if any (its own dtype); ``biases`` [2, H, R, N] are those of B and C."""
 
     biases: torch.Tensor
     mimo_x: torch.Tensor
@@ -284,7 +284,7 @@ def mamba3(
     sums, decays, angles and the state inside a segment are float32, operands of matrix products have the inputs' dtype.
 
     Raises:
-        ModelError: shapes that do not fit, and sizes or dtypes that the kernels do not support.
+        ModelError: shapes do not fit, or the kernels do not support a size or dtype.
     """
     del chunk_size
     check_mixer(
@@ -339,7 +339,7 @@ def _in_blocks(
     final: bool,
     how: Mapping[str, Any],
 ) -> tuple[torch.Tensor, Mamba3State | None]:
-    """Compute :func:`mamba3` of rows of time ``block`` tokens at a time, forward and, by autograd, backward."""
+    """Compute :func:`mamba3` in blocks of ``block`` tokens of time, forward and, by autograd, backward."""
     count, outs = len(rows[0]), []
     for first, parts in zip(range(0, count, block), split_rows(rows, block), strict=True):
         end = min(first + block, count)
@@ -355,22 +355,22 @@ def _in_blocks(
 
 
 mamba3_keep_scan = partial(mamba3, keep="scan")
-"""As :func:`mamba3`; backward does not repeat the scan, for H·R·P more elements a token, and tables."""
+"""As :func:`mamba3`; backward does not recompute the scan, for H·R·P more elements per token, and tables."""
 mamba3_keep_all = partial(mamba3, keep="all")
-"""As :func:`mamba3`; backward repeats nothing, for H·R·(P + 2·N) more elements a token, and tables."""
+"""As :func:`mamba3`; backward recomputes nothing, for H·R·(P + 2·N) more elements per token, and tables."""
 
 
 def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
-    """Refuse sizes and dtypes that the kernels cannot take.
+    """Raise ModelError for sizes and dtypes that the kernels do not support.
 
-    They take more of them than the dispatcher gives them on a GPU, which is what they are compiled for and compared at; the
-    others are for Triton's interpreter.
+    They accept more than the dispatcher uses on a GPU, which is what they are compiled and tested for; the
+    rest is for Triton's interpreter.
     """
     S, B, H, A = plan.S, plan.B, plan.H, plan.A
     shapes = {"dd_dt": (S, B, H), "dd_A": (S, B, H), "trap": (S, B, H), "angles": (S, B, A)}
     for (name, shape), tensor in zip(shapes.items(), inputs[4:], strict=True):
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, as the other inputs have it.")
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}, to match the other inputs.")
     if activation not in ("softplus", "heavy_tail"):
         raise ModelError(f"Unknown activation {activation!r}; use 'softplus' or 'heavy_tail'.")
     if not plan.A_floor > 0:
@@ -402,12 +402,12 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
 
 
 def _per_token(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the strides of tokens and of rows of a batch."""
+    """Return the strides of tokens and of batch rows."""
     return tensor.stride(0), tensor.stride(1)
 
 
 def _to_kernels(t: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Reorder a state axis from the model's layout to the kernels', where a plane's columns are adjacent."""
+    """Reorder a state axis from the model's layout to the kernels', in which a plane's columns are adjacent."""
     return t.unflatten(-1, (2, plan.N // 2)).transpose(-1, -2).flatten(-2) if plan.mimo else t
 
 
@@ -416,7 +416,7 @@ def _to_model(t: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 
 def _table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float16 for bfloat16: tables hold numbers of magnitude 1, for which it has three more bits."""
+    """Return float16 for bfloat16: tables hold numbers of magnitude 1, for which float16 has three more bits."""
     return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
@@ -463,7 +463,7 @@ def _parameters(
     biases = torch.empty(2, plan.H, plan.R, plan.N, dtype=tables, device=D.device)
     for to, bias in zip(biases, (b_bias, c_bias), strict=True):
         to.copy_(_to_kernels(bias, plan))
-    x, z, o = (biases if t is None else t.to(tables).contiguous() for t in mix)  # unused with SISO: any pointer does
+    x, z, o = (biases if t is None else t.to(tables).contiguous() for t in mix)  # unused with SISO: any pointer works
     return _Parameters(biases, x, z, o, D.float().contiguous(), None if out_norm is None else out_norm.contiguous())
 
 
@@ -479,7 +479,7 @@ def _tables(
     *,
     final: bool,
 ) -> _Tables:
-    """Run the kernels that make the tables."""
+    """Run the kernels that compute the tables."""
     device, dtype = b.device, _table_dtype(b.dtype)
     B, H, G, R, N, A, SP = plan.B, plan.H, plan.G, plan.R, plan.N, plan.A, plan.padded
     normed = torch.empty(2, B, G, R, SP, N, device=device, dtype=dtype)
@@ -514,7 +514,7 @@ def _tables(
 def _state_passing(
     plan: Plan, states: torch.Tensor, decays: torch.Tensor, initial: torch.Tensor | None, *, reverse: bool
 ) -> torch.Tensor:
-    """Scan states over segments, in place; returns the final one, [B, H, P, N] float32."""
+    """Scan states over segments in place; return the final one, [B, H, P, N] float32."""
     elements = plan.P * plan.N
     block = min(1024, elements)
     final = torch.empty(plan.B, plan.H, plan.P, plan.N, device=states.device)
@@ -567,18 +567,18 @@ class _Scan(torch.autograd.Function):
 
 
 def _empty_rows(plan: Plan, like: torch.Tensor, width: int) -> torch.Tensor:
-    """Uninitialised rows of ``width``, one per head, token and rank."""
+    """Allocate rows of ``width``, one per head, token and rank."""
     return torch.empty(plan.B, plan.H, plan.padded * plan.R, width, device=like.device, dtype=like.dtype)
 
 
 def _chunks(rows: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
-    """TMA descriptor for rows, a chunk at a time."""
+    """Make a TMA descriptor for rows, a chunk at a time."""
     width = rows.shape[-1]
     return TensorDescriptor(rows, [rows.numel() // width, width], [width, 1], [ROWS, width])
 
 
 def _tokens(plan: Plan, values_SBHP: torch.Tensor) -> TensorDescriptor[torch.Tensor]:
-    """TMA descriptor for values, a chunk's tokens of a head at a time."""
+    """Make a TMA descriptor for values, a chunk's tokens of one head at a time."""
     return TensorDescriptor(values_SBHP, [*values_SBHP.shape], [*values_SBHP.stride()], [plan.chunk, 1, 1, plan.P])
 
 
@@ -594,8 +594,8 @@ def _chunk_state(
     *,
     back: bool = False,
 ) -> None:
-    """Keys and queries, and the segments' contributions to the state; with ``back``, where ``x`` is the gradient of the scan's
-    output, to the state's gradient."""
+    """Compute keys, queries and the segments' contributions to the state; with ``back``, to the state's gradient, with ``x``
+    the gradient of the scan's output."""
     normed, biases = tables.normed.unbind(), parameters.biases.unbind()
     rows = (keys, queries)
     if back:
@@ -619,7 +619,7 @@ def _chunk_scan(
     gated: torch.Tensor | None,
     ungated: torch.Tensor | None,
 ) -> None:
-    """Compute the scan's output after gate and norm, before them, or both: whichever has a tensor to write to."""
+    """Compute the scan's output after gate and norm, before them, or both: those with a tensor to write to."""
     plan.launch(
         kernels.chunk_scan_fwd, plan.grid, _tokens(plan, x), z, _chunks(keys), _chunks(queries), parameters.mimo_x,
         parameters.mimo_z, parameters.mimo_o, parameters.D, parameters.out_norm, tables.la, tables.w, tables.gamma, states,
@@ -675,8 +675,8 @@ def _backward_of_rows(
     dh: torch.Tensor | None,
     dtheta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Write the gradients of some batch rows; returns, float32, their contributions to the parameters' gradients (dt_bias, D,
-    mimo_x, mimo_z, mimo_o and the output's norm, concatenated; the two biases; the norms' weights of B and C), and the
+    """Write the gradients of some batch rows; return, in float32, their contributions to the parameters' gradients (dt_bias,
+    D, mimo_x, mimo_z, mimo_o and the output norm, concatenated; the two biases; the norm weights of B and C), and the
     gradients of the state and the angle before the first token."""
     x, z, b, c, *gates = inputs
     dd_dt, dd_A, trap, angles = gates
@@ -755,7 +755,7 @@ def _backward_of_rows(
     )  # fmt: skip
 
     if dh is not None:
-        # The last state's readers are not rotated with the tokens: subtract their part of the last boundary's gradient.
+        # Consumers of the final state are not rotated with the tokens: subtract their part of the last boundary's gradient.
         dtheta = (0.0 if dtheta is None else dtheta) - boundary_angle[:, :, -1]
     dangle_heads = torch.empty(B, H, SP, A, device=device)
     dtheta0 = torch.empty(B, H, A, device=device)

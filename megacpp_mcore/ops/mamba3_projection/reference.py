@@ -10,13 +10,13 @@ from megacpp_mcore.ops.main_grad import MainGrad, linear
 def project(
     x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None, rows: int
 ) -> tuple[torch.Tensor, ...]:
-    """``x [..., D] @ weight.T``, as tensors of consecutive rows of the weight: here one, ``[..., N]``.
+    """Compute ``x [..., D] @ weight.T``, split by consecutive rows of the weight: here one tensor, ``[..., N]``.
 
     Args:
         x: the input.
-        weight_ND: of all parts; the first ``rows`` may be multiplied less exactly.
-        main_grad: where the weight's gradient is accumulated, if not returned.
-        rows: of z, x, B and C.
+        weight_ND: weight of all parts; the first ``rows`` may be multiplied in lower precision.
+        main_grad: buffer that the weight's gradient is accumulated into; None: it is returned.
+        rows: weight rows of z, x, B and C.
 
     Raises:
         ModelError: the buffer does not fit the weight, or a tensor is quantised.

@@ -1,13 +1,13 @@
 """The input projection of Mamba-3 with its wide parts (z, x, B, C) in FP8 on Hopper, by PyTorch's row-scaled product.
 
-The narrow parts (step, decay, trapezoid, angles) steer the recurrence, whose state carries their errors on: they stay in
-bfloat16, forward and backward. Of the wide ones, x and the gradient have a scale per token, weights one per matrix. The product
-for the weights' gradient sums over tokens, so its scales belong to columns: one to each :data:`BLOCK` of them, as parts differ
-in size. The kernel that quantises rows also writes the maxima of their blocks; another one, which transposes, reads the tensor
-once more.
+The narrow parts (step, decay, trapezoid, angles) control the recurrence, and their errors accumulate in its state: they stay in
+bfloat16, forward and backward. For the wide parts, x and the gradient have a scale per token, weights one per matrix. The
+product for the weight gradient reduces over tokens, so its scales belong to columns: one per :data:`BLOCK` columns, as parts
+differ in magnitude. The kernel that quantises rows also writes the maxima of their blocks; another one, which transposes, reads
+the tensor once more.
 
-Forward sums in Hopper's fast mode, backward in float32, as Transformer Engine's recipes do: backward sums 8192 products or
-more, where the fast mode's 14 bits would show.
+Forward accumulates in Hopper's fast mode, backward in float32, as Transformer Engine's recipes do: backward sums 8192 products
+or more, where the fast mode's 14 bits would show.
 
 Legend: T tokens, D model width, N all rows of the weight, W columns of any matrix, C blocks of columns, P tokens with padding.
 """
@@ -33,18 +33,18 @@ from megacpp_mcore.te import quantized
 
 DTYPES = (torch.bfloat16,)
 BLOCK = 1024
-"""Columns that share a scale in the weights' gradient; those of NAM56R's parts are multiples of it."""
+"""Columns that share a scale in the weight gradient; the widths of NAM56R's parts are multiples of it."""
 WIDEST = 32 * BLOCK
 """Columns of a row that one program holds in registers."""
 COLUMNS = {"BP": 128, "BW": 64, "num_warps": 8}
 """Launch options of :func:`scale_columns`: tokens and columns of a tile."""
 FAST = {"forward": True, "backward": False}
-"""Whether products sum in Hopper's fast mode."""
+"""Whether products accumulate in Hopper's fast mode."""
 
 
 @triton.jit
 def scale_rows(x_TW, values_TW, scale_T, largest_CT, T, W: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantise a row, and note the largest absolute value of each of its blocks. One program per row."""
+    """Quantise a row, and write the largest absolute value of each of its blocks. One program per row."""
     t, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(x_TW + t * W + column, mask=column < W, other=0.0).to(tl.float32)
@@ -62,7 +62,7 @@ def scale_columns(
     x_TW, largest_CM, values_WP, scale_W, T, P,
     W: tl.constexpr, BLOCK: tl.constexpr, MAXIMA: tl.constexpr, BP: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Transpose a tile and quantise it with the scale of its block of columns; positions behind the last token are zero."""
+    """Transpose a tile and quantise it with the scale of its block of columns; positions after the last token are zero."""
     token = tl.program_id(0) * BP + tl.arange(0, BP)
     column = tl.program_id(1) * BW + tl.arange(0, BW)
     maxima = largest_CM + tl.program_id(1) * BW // BLOCK * MAXIMA + tl.arange(0, MAXIMA)
@@ -83,7 +83,7 @@ def row(width: int) -> dict[str, int]:
 
 
 def of_rows(x_TW: torch.Tensor, *, with_maxima: bool) -> tuple[Scaled, torch.Tensor | None]:
-    """Return a contiguous ``x`` quantised by rows, and the maxima of its blocks ``[C, T]`` if they are wanted."""
+    """Quantise a contiguous ``x`` by rows; return also the maxima of its blocks ``[C, T]`` if requested."""
     T, W = x_TW.shape
     scaled = fp8.empty(x_TW, T, W)
     largest_CT = x_TW.new_empty(triton.cdiv(W, BLOCK), T, dtype=torch.float32) if with_maxima else None
@@ -93,7 +93,7 @@ def of_rows(x_TW: torch.Tensor, *, with_maxima: bool) -> tuple[Scaled, torch.Ten
 
 
 def of_columns(x_TW: torch.Tensor, largest_CT: torch.Tensor) -> Scaled:
-    """Return a contiguous ``x`` transposed, padded to a multiple of 16 tokens, and quantised by blocks of columns."""
+    """Transpose a contiguous ``x``, pad it to a multiple of 16 tokens, and quantise it by blocks of columns."""
     (T, W), largest_CM = x_TW.shape, fp8.largest_of(largest_CT, fp8.LARGEST_ROW)
     P = triton.cdiv(T, fp8.MULTIPLE) * fp8.MULTIPLE
     scaled = fp8.empty(x_TW, W, P)
@@ -105,7 +105,7 @@ def of_columns(x_TW: torch.Tensor, largest_CT: torch.Tensor) -> Scaled:
 
 
 def product(left: Scaled, right: Scaled, *, fast: bool) -> torch.Tensor:
-    """``left @ right.T`` of quantised rows, in bfloat16."""
+    """Compute ``left @ right.T`` of quantised rows, in bfloat16."""
     return torch._scaled_mm(
         left.values, right.values.t(), scale_a=left.scale[:, None], scale_b=right.scale[None, :],
         out_dtype=torch.bfloat16, use_fast_accum=fast,
@@ -120,7 +120,7 @@ def project(
     *,
     gradient_in_fp8: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [..., D] @ weight.T``, the first ``rows`` of the weight in FP8: ``[..., rows]``, and the rest.
+    """Compute ``x [..., D] @ weight.T`` as ``[..., rows]``, with the first ``rows`` of the weight in FP8, and the rest.
 
     Args:
         x, weight_ND, main_grad, rows: as in :func:`megacpp_mcore.ops.mamba3_projection.reference.project`.
@@ -139,7 +139,7 @@ def project(
     if rows % fp8.MULTIPLE or D % fp8.MULTIPLE or not 0 < rows <= len(weight_ND) or max(rows, D) > WIDEST:
         raise ModelError(
             f"{rows} rows in FP8 of a weight {tuple(weight_ND.shape)}; expected multiples of {fp8.MULTIPLE} up to {WIDEST}: "
-            "change the width or the tensor parallelism, or leave mamba3_projection out of the backends"
+            "change the width or the tensor parallelism, or remove mamba3_projection from the backends"
         )
     forth, forth_scale, back, back_scale = (tensor[0] for tensor in fp8.kept(weight_ND, rows))
     x_TD = x.reshape(-1, D).contiguous()
@@ -150,7 +150,7 @@ def project(
 
 
 project_gradient_bf16 = functools.partial(project, gradient_in_fp8=False)
-"""The same with the weight's gradient in bfloat16."""
+"""The same with the weight gradient in bfloat16."""
 
 
 class _Projection(torch.autograd.Function):
@@ -182,7 +182,7 @@ class _Projection(torch.autograd.Function):
         if left is not None and ctx.needs_input_grad[0]:
             dx_TD = product(left, Scaled(*back), fast=FAST["backward"])
             dx_TD.addmm_(dnarrow_TN, weight_ND[ctx.rows :])
-        del left  # what follows reuses its memory
+        del left  # free its memory for what follows
         if ctx.needs_input_grad[1]:
             maxima = None if largest_CT is None else (largest_x_CT, largest_CT)
             dweight_ND = _weight_gradient(ctx, x_TD, dwide_TN, dnarrow_TN, maxima)

@@ -1,7 +1,7 @@
 """MLA core attention by FlashAttention-4 (the package flash-attn-4, written in NVIDIA's CuTe DSL), where it is installed.
 
 Documents stay on the fast path: they are passed as cumulative lengths, computed on the device from ``seq_idx``. Kernels are
-compiled on the first call, some seconds for each variant: with and without documents, deterministic or not.
+compiled on the first call, a few seconds per variant: with and without documents, deterministic or not.
 
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width.
 """
@@ -34,7 +34,7 @@ def attend(
     max_documents: int | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
-    """Softmax attention with separate query-key and value widths: ``reference.mla_attention``, rounded as the kernel rounds.
+    """Softmax attention with separate query-key and value widths: ``reference.mla_attention`` with the kernel's rounding.
 
     The host never waits for the device. Under ``torch.use_deterministic_algorithms`` the same inputs give the same bits.
 
@@ -43,9 +43,9 @@ def attend(
         k_TBHK: keys.
         v_TBHV: values; V need not equal K.
         softmax_scale: factor on q·k before the softmax.
-        attention_mask: must be None; there is no kernel for a given mask.
-        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), if causal. More
-            than ``max_documents`` stop the process by a device-side assertion. None: one document.
+        attention_mask: must be None; no kernel supports a mask.
+        seq_idx: int32 [B, S], the document number of each row (:mod:`megacpp_mcore.ops.packed.documents`), if causal. More
+            than ``max_documents`` abort the process by a device-side assertion. None: one document.
         max_documents: upper bound on the documents in all rows; each costs H · K · 256 bytes in the backward pass. None:
             :func:`default_max_documents` of B · S rows.
         causal: whether query i sees keys 0..i only (needs S == T).
@@ -55,11 +55,11 @@ def attend(
 
     Raises:
         ModelError: shapes, dtypes or documents are not as described.
-        BackendError: there is a mask, or FlashAttention-4 cannot be imported.
+        BackendError: a mask was passed, or FlashAttention-4 cannot be imported.
     """
     check_arguments(q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal)
     if attention_mask is not None:
-        raise BackendError("FlashAttention-4 takes no mask here; name another backend of mla, or auto")
+        raise BackendError("FlashAttention-4 does not support a mask here; choose another backend of mla, or auto")
     deterministic = torch.are_deterministic_algorithms_enabled()
     q, k, v = (tensor.transpose(0, 1) for tensor in (q_SBHK, k_TBHK, v_TBHV))
     if seq_idx is None:
@@ -88,9 +88,9 @@ def probe() -> ProbeResult:
 
 
 def probe_engine() -> ProbeResult:
-    """Probe Transformer Engine's attention likewise, which uses FlashAttention-4 on its own where that is installed.
+    """Probe Transformer Engine's attention in the same way: it uses FlashAttention-4 by itself if that is installed.
 
-    2.20.2 passes it the window (−1, 0) with a causal mask, which 4.0.0b36 reads as no key at all: the output is zero.
+    2.20.2 passes it the window (−1, 0) with a causal mask, which 4.0.0b36 interprets as no keys at all: the output is zero.
     """
     probe = te_imports.feature("attention")
     return probe if not probe.ok else _engine_runs()

@@ -1,8 +1,8 @@
 """Triton kernels of causal attention in which each query sees a run of keys that ends with its own: a document, or a window.
 
-Both ends of the runs never decrease along the rows, so a program goes through three parts of its tiles: a mask is needed
-in the first and the last, where runs begin and end, not in between, and tiles outside are not loaded. No launch depends on how
-many documents there are.
+Both ends of the runs are non-decreasing along the rows, so a program's tiles fall into three parts: only the first and the
+last, where runs begin and end, need a mask, and tiles outside are not loaded. Launches do not depend on the number of
+documents.
 
 Legend: S rows, B batch, H heads, K width of a query or key, V of a value. ``first`` [B, S] is the first key that a query sees,
 ``last`` [B, S] the last query that sees a key. Offsets between rows of the model's own tensors are given in units of 8
@@ -19,12 +19,12 @@ import triton.language as tl
 from megacpp_mcore.ops.assembly import LOG2E, exp2
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Initial running maximum: rows behind the last see nothing, and would be NaN with −inf."""
+"""Initial running maximum: rows after the last one see nothing, and would be NaN with −inf."""
 
 
 @triton.jit
 def _tile(base, rows, stride, S, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load [rows, WIDTH]; behind the last row, zeros."""
+    """Load [rows, WIDTH]; zeros after the last row."""
     places = base + rows.to(tl.int64)[:, None] * (stride * 8) + tl.arange(0, WIDTH)[None, :]
     if MASKED:
         return tl.load(places, mask=(rows < S)[:, None], other=0.0)
@@ -34,20 +34,20 @@ def _tile(base, rows, stride, S, WIDTH: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _store(base, rows, stride, S, values):
-    """Store values [rows, width] as :func:`_tile` loads them."""
+    """Store values [rows, width] in the layout of :func:`_tile`."""
     places = base + rows.to(tl.int64)[:, None] * (stride * 8) + tl.arange(0, values.shape[1])[None, :]
     tl.store(places, values.to(base.dtype.element_ty), mask=(rows < S)[:, None])
 
 
 @triton.jit
 def _rows_of(ptr, b, h, stride_b, stride_h):
-    """Return where the rows of batch ``b`` and head ``h`` begin."""
+    """Return the pointer to the rows of batch ``b`` and head ``h``."""
     return ptr + (b * stride_b + h * stride_h) * 8
 
 
 @triton.jit
 def _part(part: tl.constexpr, begin, whole_from, whole_to, end):
-    """Return where the tiles of a part, 0 to 2, begin and end; those of part 1 need no mask."""
+    """Return the range of tiles of a part, 0 to 2; the tiles of part 1 need no mask."""
     if part == 0:
         return begin, whole_from
     elif part == 1:
@@ -73,7 +73,7 @@ def _keys_of(first_ptr, start, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "S", "q_s", "q_b", "q_h", "k_s", "k_b", "k_h", "v_s", "v_b", "v_h"])
 def forward(q_ptr, k_ptr, v_ptr, first_ptr, o_ptr, lse_ptr, scale, S, q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h,
             K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """o [S, B, H, V], and lse [B, H, S]: the log2 of a softmax's denominator.
+    """Compute o [S, B, H, V], and lse [B, H, S]: the log2 of a softmax's denominator.
 
     Grid: tiles of queries, H, B.
     """
@@ -106,7 +106,7 @@ def forward(q_ptr, k_ptr, v_ptr, first_ptr, o_ptr, lse_ptr, scale, S, q_s, q_b, 
 
 @triton.jit(do_not_specialize=["S", "do_s", "do_b", "do_h"])
 def means(o_ptr, do_ptr, mean_ptr, S, do_s, do_b, do_h, V: tl.constexpr, ROWS: tl.constexpr):
-    """mean [B, H, S]: the mean of a query's gradients of probabilities, o · do.
+    """Compute mean [B, H, S]: the mean of a query's probability gradients, o · do.
 
     Grid: tiles of queries, H, B.
     """
@@ -128,7 +128,7 @@ def backward_queries(q_ptr, k_ptr, v_ptr, first_ptr, do_ptr, lse_ptr, mean_ptr, 
                      k_s, k_b, k_h, v_s, v_b, v_h, do_s, do_b, do_h, dq_s, dq_b, dq_h,
                      K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
                      STAGES: tl.constexpr):  # fmt: skip
-    """dq, with strides of its own.
+    """Compute dq, which has its own strides.
 
     Grid: tiles of queries, H, B.
     """
@@ -161,7 +161,7 @@ def backward_queries(q_ptr, k_ptr, v_ptr, first_ptr, do_ptr, lse_ptr, mean_ptr, 
 def backward_keys(q_ptr, k_ptr, v_ptr, last_ptr, do_ptr, lse_ptr, mean_ptr, dk_ptr, dv_ptr, scale, S, q_s, q_b, q_h,
                   k_s, k_b, k_h, v_s, v_b, v_h, do_s, do_b, do_h, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
                   K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dk and dv, each with strides of its own.
+    """Compute dk and dv, which have their own strides.
 
     Grid: tiles of keys, H, B.
     """

@@ -1,7 +1,7 @@
 """Plain-PyTorch truth of MLA core attention.
 
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width.
-The layout is Megatron-Core's own (sequence first, then batch), so that nothing is transposed at the seam.
+The layout is Megatron-Core's (sequence first, then batch), so no transposes are needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _attend(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend with the queries at ``rows``; k and v already have the compute dtype."""
+    """Compute attention of the queries at ``rows``; k and v already have the compute dtype."""
     num_keys = k_TBHK.shape[0]
     visible = visible_keys(rows, num_keys, attention_mask=attention_mask, causal=causal, device=q_SBHK.device)
     if seq_idx_BS is not None:
@@ -50,7 +50,7 @@ def _attend(
 
 
 def check_shapes(q_SBHK: torch.Tensor, k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:
-    """Raise ModelError unless these are queries, keys and values of MLA, in floating point."""
+    """Raise ModelError unless shapes are those of MLA's queries, keys and values, in floating point."""
     require_float(q_SBHK=q_SBHK, k_TBHK=k_TBHK, v_TBHV=v_TBHV)
     q, k, v = tuple(q_SBHK.shape), tuple(k_TBHK.shape), tuple(v_TBHV.shape)
     if len(q) != 4 or len(k) != 4 or len(v) != 4 or k[1:] != q[1:] or v[:3] != k[:3] or 0 in k:
@@ -75,24 +75,24 @@ def mla_attention(
 ) -> torch.Tensor:
     """Softmax attention with separate query-key and value widths: ``o = softmax(scale · q kᵀ) v`` per head.
 
-    Computed in float32 (float64 inputs: in float64), differentiable in q, k and v. Queries are taken in chunks that the
-    backward pass recomputes, so no [B, H, S, T] tensor is kept. Source: DeepSeek-V2 (arXiv 2405.04434), section
+    Computed in float32 (float64 inputs: in float64), differentiable in q, k and v. Queries are processed in chunks that
+    the backward pass recomputes, so no [B, H, S, T] tensor is saved. Source: DeepSeek-V2 (arXiv 2405.04434), section
     2.1.3, without its projections. The mask has the semantics of megatron-core 0.19 ``DotProductAttention``, except for
     a query that sees no key: its output is 0 here, the mean of all values in Megatron.
 
     Args:
-        q_SBHK: queries, rope part included; any strides, as of keys and values.
+        q_SBHK: queries, rope part included; any strides, also of keys and values.
         k_TBHK: keys.
         v_TBHV: values; V need not equal K.
         softmax_scale: factor on q·k before the softmax.
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``.
-        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`): a query sees the
-            keys of its own (needs S == T). None: one document.
+        seq_idx: int32 [B, S], the document number of each row (:mod:`megacpp_mcore.ops.packed.documents`): a query sees only
+            keys of its own document (needs S == T). None: one document.
         max_documents: upper bound on the documents in ``seq_idx``; ignored here.
         causal: whether query i sees keys 0..i only (needs S == T). A causal query always sees itself, unless
             ``attention_mask`` hides it. The output of a query that sees no key at all is 0, with zero gradients.
-        window: how many keys before its own a query sees, where causal; None: all.
-        query_chunk: queries in a chunk, or None to choose (see ``query_chunks``).
+        window: how many keys before its own a query sees, if causal; None: all.
+        query_chunk: queries per chunk, or None to choose (see ``query_chunks``).
 
     Returns:
         o_SBHV, contiguous, in the dtype of q.

@@ -1,10 +1,10 @@
 """MLA core attention through the fused kernels behind ``torch.nn.functional.scaled_dot_product_attention``.
 
 Shape legend: S queries, T keys, B batch, H heads (of this rank), K query-key width, V value width. Inputs and output have
-Megatron-Core's layout; the kernels are given permuted views of it, never copies. cuDNN reads and writes any strides with
-the width innermost, and PyTorch lays its output and gradients out as the query, key and value are.
+Megatron-Core's layout; the kernels get permuted views of it, never copies. cuDNN reads and writes any strides with
+the width innermost, and PyTorch gives its output and gradients the layouts of query, key and value.
 
-Documents are given as ``seq_idx``. In 16 bits they use flash's variable-length kernel, with values padded to the width of the
+Documents are passed as ``seq_idx``. In 16 bits they use flash's variable-length kernel, with values padded to the width of the
 keys: forward and backward take 2.0 ms with room for 64 documents and 4.9 ms for 256, instead of 13.1 (4096 rows, 56 heads,
 128/64, an H200). In other dtypes they use the memory-efficient kernel with a mask of B · S² elements, built once per
 micro-batch and shared by all layers.
@@ -41,7 +41,7 @@ _CAN_USE = {
 }
 _CUDNN_TILE = 128
 _CUDNN_ODD_LENGTHS = 91501
-"""The first cuDNN that PyTorch trusts with lengths that do not fill a tile (pytorch/pytorch#169849)."""
+"""The first cuDNN that PyTorch allows for lengths that do not fill a tile (pytorch/pytorch#169849)."""
 
 
 def fused_backend(
@@ -60,8 +60,8 @@ def fused_backend(
 
     Args:
         q_SBHK, k_TBHK, v_TBHV, attention_mask, seq_idx, causal, window: as for :func:`sdpa_attention`.
-        backends: candidates, in order; ``SDPBackend.MATH`` (plain PyTorch, any device) always can.
-        deterministic: leave out the fused kernels, whose gradients can differ from run to run; implied by
+        backends: candidates, in order; ``SDPBackend.MATH`` (plain PyTorch, any device) always works.
+        deterministic: skip the fused kernels, because their gradients can differ from run to run; implied by
             ``torch.use_deterministic_algorithms``.
 
     Raises:
@@ -102,9 +102,9 @@ def sdpa_attention(
     window: int | None = None,
     backend: SDPBackend | None = None,
 ) -> torch.Tensor:
-    """Softmax attention with separate query-key and value widths, by one fused kernel a pass.
+    """Softmax attention with separate query-key and value widths, by one fused kernel per pass.
 
-    The same function as :func:`megacpp_mcore.ops.mla.reference.mla_attention`, rounded as the kernel rounds. The host never
+    The same function as :func:`megacpp_mcore.ops.mla.reference.mla_attention` with the kernel's rounding. The host never
     waits for the device, so a CUDA graph can capture it.
 
     Args:
@@ -114,13 +114,13 @@ def sdpa_attention(
         softmax_scale: factor on q·k before the softmax.
         attention_mask: Megatron's bool mask, True = masked, broadcastable to [B, 1, S, T]; combined with ``causal``. Two
             masks of its size are built from it, one in the dtype of q.
-        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`), where causal and
+        seq_idx: int32 [B, S], the document number of each row (:mod:`megacpp_mcore.ops.packed.documents`), if causal and
             without ``attention_mask``. None: one document.
-        max_documents: upper bound on the documents in all rows of ``seq_idx``, for which flash reserves room: more stop the
+        max_documents: upper bound on the documents in all rows of ``seq_idx``, for which flash reserves room: more abort the
             process by a device-side assertion. None: :func:`default_max_documents` of B · S rows.
         causal: whether query i sees keys 0..i only (needs S == T).
-        window: how many keys before its own a query sees, where causal; None: all, of which only flash has a kernel.
-        backend: the kernel, or None for what :func:`fused_backend` finds, which receipts name as the backend of ``sdpa``.
+        window: how many keys before its own a query sees, if causal; None: all. Only flash supports windows.
+        backend: the kernel, or None for the choice of :func:`fused_backend`, which receipts name as the backend of ``sdpa``.
 
     Returns:
         o_SBHV, contiguous, in the dtype of q; without a copy where the kernel is cuDNN's.
@@ -139,12 +139,12 @@ def sdpa_attention(
             raise BackendError(
                 f"no fused attention kernel takes q {tuple(q_SBHK.shape)}, v {tuple(v_TBHV.shape)} of {q_SBHK.dtype} on "
                 f"{q_SBHK.device}{masked}; "
-                "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere; in a training, "
+                "call megacpp_mcore.ops.mla.reference.mla_attention, which runs anywhere; in a training run, set "
                 "backends: {mla: reference}"
             )
         _note(backend, q_SBHK, v_TBHV)
     if window is not None and backend != SDPBackend.FLASH_ATTENTION:
-        raise BackendError(f"PyTorch's {backend.name} has no window; leave backend out, or name FLASH_ATTENTION")
+        raise BackendError(f"PyTorch's {backend.name} has no window; omit backend, or pass FLASH_ATTENTION")
     if (seq_idx is not None or window is not None) and backend == SDPBackend.FLASH_ATTENTION:
         return _packed(q_SBHK, k_TBHK, v_TBHV, softmax_scale, seq_idx, max_documents, window)
     visible = None if seq_idx is None else additive_mask(seq_idx, q_SBHK.dtype)
@@ -165,7 +165,7 @@ def sdpa_attention(
 
 
 def _flash_takes(k_TBHK: torch.Tensor, v_TBHV: torch.Tensor) -> bool:
-    """Return whether flash's variable-length kernel has these widths: values are padded to the keys', keys never."""
+    """Return whether flash's variable-length kernel supports these widths: values are padded to the keys' width, not keys."""
     return k_TBHK.shape[-1] % 8 == 0 and v_TBHV.shape[-1] <= k_TBHK.shape[-1]
 
 
@@ -178,7 +178,7 @@ def _packed(
     max_documents: int | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention inside documents by flash, with the rows of the batch concatenated."""
+    """Run causal attention within documents by flash, with the rows of the batch concatenated."""
     S, B = q_SBHK.shape[:2]
     V, missing = v_SBHV.shape[-1], k_SBHK.shape[-1] - v_SBHV.shape[-1]
     if seq_idx_BS is None:
@@ -188,13 +188,13 @@ def _packed(
     tensors = (q_SBHK, k_SBHK, torch.nn.functional.pad(v_SBHV, (0, missing)))
     q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in tensors)
     how: dict[str, Any] = {"scale": softmax_scale, "window_size": (-1 if window is None else min(window, S), 0)}
-    o: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, **how)  # one tensor, as no log-sum-exp is requested
+    o: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, S, S, **how)  # one tensor: no log-sum-exp was requested
     o_SBHV: torch.Tensor = o[..., :V].unflatten(0, (B, S)).transpose(0, 1).contiguous()
     return o_SBHV
 
 
 def _note(backend: SDPBackend, q_SBHK: torch.Tensor, v_TBHV: torch.Tensor) -> None:
-    """Record the kernel, which is known only now; not while tracing, when nothing runs."""
+    """Record the kernel that was chosen; not while tracing, when nothing runs."""
     if torch.compiler.is_compiling():
         return
     kind = str(q_SBHK.dtype).removeprefix("torch.")
@@ -205,14 +205,14 @@ def _note(backend: SDPBackend, q_SBHK: torch.Tensor, v_TBHV: torch.Tensor) -> No
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """[S, B, H, D] as a [B, H, S, D] view."""
+    """Return [S, B, H, D] as a [B, H, S, D] view."""
     return tensor.permute(1, 2, 0, 3)
 
 
 def _cudnn_is_right(num_queries: int, num_keys: int, causal: bool) -> bool:
-    """Return whether cuDNN's gradients can be relied on at these lengths, without a mask.
+    """Return whether cuDNN's gradients are correct at these lengths, without a mask.
 
-    Where scores are very negative, a tile that the sequence does not fill makes them NaN: seen with a mask
+    If scores are very negative, a tile that the sequence does not fill makes them NaN: seen with a mask
     (pytorch/pytorch#196678) and with one query (NVIDIA/cudnn-frontend#1072), not with causal attention.
     """
     full_tiles = num_queries % _CUDNN_TILE == 0 and num_keys % _CUDNN_TILE == 0
@@ -228,7 +228,7 @@ def check_arguments(
     causal: bool,
     window: int | None = None,
 ) -> None:
-    """Raise ModelError unless these are arguments of :func:`sdpa_attention`."""
+    """Raise ModelError unless these are valid arguments of :func:`sdpa_attention`."""
     check_shapes(q_SBHK, k_TBHK, v_TBHV)
     if not q_SBHK.numel() or not v_TBHV.numel():
         raise ModelError(f"q and v have shapes {tuple(q_SBHK.shape)} and {tuple(v_TBHV.shape)}, expected nothing empty")
@@ -242,6 +242,6 @@ def check_arguments(
         check_seq_idx(seq_idx, batch=batch, rows=rows)
         if not causal or mask is not None:
             raise ModelError(
-                f"seq_idx came with causal={causal} and {'a' if mask is not None else 'no'} attention_mask, expected "
+                f"seq_idx was passed with causal={causal} and {'a' if mask is not None else 'no'} attention_mask, expected "
                 "causal attention without a mask; put the documents into the mask"
             )

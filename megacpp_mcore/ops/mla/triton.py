@@ -1,8 +1,8 @@
 """MLA core attention within documents and windows by Triton kernels: :func:`megacpp_mcore.ops.mla.reference.mla_attention`.
 
-Four launches, one forward and three backward, whatever the documents are: other kernels are given cumulative lengths, whose
-number fixes their launch, and a CUDA graph then launches as many documents as there may ever be. Every sum has a fixed order,
-so the same inputs give the same bits.
+Four launches, one forward and three backward, for any documents: other kernels take cumulative lengths, and the number of
+lengths determines the launch, so a CUDA graph must always launch the maximum number of documents. Every sum has a fixed
+order, so the same inputs give the same bits.
 
 Shape legend: S queries and keys, B batch, H heads (of this rank), K query-key width, V value width.
 """
@@ -22,10 +22,10 @@ from megacpp_mcore.ops.slices import aligned, eighths, empty_gradients
 from megacpp_mcore.ops.triton_launch import launch
 
 WIDTHS = ((128, 64),)
-"""Widths of a query and of its value that the kernels are compiled for without a spill."""
+"""Widths of a query and of its value for which the kernels compile without register spills."""
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of queries, keys and values, the same for all."""
+"""Dtypes of queries, keys and values, the same for all."""
 
 FORWARD: dict[str, int] = {"ROWS": 128, "KEYS": 128, "STAGES": 2, "num_warps": 8}
 MEANS: dict[str, int] = {"ROWS": 64, "num_warps": 4}
@@ -56,8 +56,8 @@ def attend(
     Args:
         q_SBHK, k_SBHK, v_SBHV: copied unless the width is contiguous and the other strides are multiples of 8.
         softmax_scale: positive factor on q·k before the softmax.
-        attention_mask: must be None; there is no kernel for a given mask.
-        seq_idx: int32 [B, S], the number of each row's document (:mod:`megacpp_mcore.ops.packed.documents`). None: one.
+        attention_mask: must be None; no kernel supports a mask.
+        seq_idx: int32 [B, S], the document number of each row (:mod:`megacpp_mcore.ops.packed.documents`). None: one document.
         max_documents: ignored: nothing is reserved for documents.
         causal: must be True.
         window: how many keys before its own a query sees; None: all.
@@ -68,23 +68,23 @@ def attend(
     Raises:
         ModelError: shapes, dtypes or documents are not as described; dtypes not in :data:`DTYPES`, widths not in
             :data:`WIDTHS`, or a scale that is not positive.
-        BackendError: there is a mask, or attention is not causal.
+        BackendError: a mask was passed, or attention is not causal.
     """
     check_arguments(q_SBHK, k_SBHK, v_SBHV, attention_mask, seq_idx, causal, window)
     if attention_mask is not None or not causal:
         raise BackendError(
-            f"MLA's kernels are for causal attention without a mask; found causal={causal} and "
-            f"{'no' if attention_mask is None else 'a'} mask: name another backend of mla, or auto"
+            f"MLA's kernels support only causal attention without a mask; got causal={causal} and "
+            f"{'no' if attention_mask is None else 'a'} mask: choose another backend of mla, or auto"
         )
     if q_SBHK.dtype not in DTYPES:
-        raise ModelError(f"MLA's kernels were given {q_SBHK.dtype}; they take one of {DTYPES}: use the reference")
+        raise ModelError(f"MLA's kernels got {q_SBHK.dtype}; they take one of {DTYPES}: use the reference")
     if (widths := (q_SBHK.shape[-1], v_SBHV.shape[-1])) not in WIDTHS:
         raise ModelError(
-            f"MLA's kernels were given widths {widths} of a query and of its value; they take one of {WIDTHS}: use sdpa or the "
+            f"MLA's kernels got widths {widths} of a query and of its value; they take one of {WIDTHS}: use sdpa or the "
             "reference"
         )
     if softmax_scale <= 0:
-        raise ModelError(f"softmax_scale is {softmax_scale}; MLA's kernels take a positive one: use the reference")
+        raise ModelError(f"softmax_scale is {softmax_scale}; MLA's kernels need a positive one: use the reference")
     o_SBHV: torch.Tensor = MLAKernels.apply(q_SBHK, k_SBHK, v_SBHV, *_bounds(q_SBHK, seq_idx, window), softmax_scale)
     return o_SBHV
 
@@ -92,10 +92,10 @@ def attend(
 def _bounds(
     q_SBHK: torch.Tensor, seq_idx_BS: torch.Tensor | None, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first key that each query sees, and the last query that sees each key: int32 [B, S]; shared by layers whose
-    rows have documents."""
+    """Return the first key that each query sees, and the last query that sees each key: int32 [B, S]; cached across layers
+    if there are documents."""
     S, B = q_SBHK.shape[:2]
-    window = None if window is None or window >= S else window  # which might not fit 32 bits
+    window = None if window is None or window >= S else window  # it might not fit 32 bits
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         row_S = torch.arange(S, dtype=torch.int32, device=q_SBHK.device)
@@ -141,7 +141,7 @@ class MLAKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients of q, k and v, those of one projection side by side."""
+        """Compute the gradients of q, k and v; gradients of one projection's parts share storage."""
         q_SBHK, k_SBHK, v_SBHV, first_BS, last_BS, o_SBHV, lse_BHS = ctx.saved_tensors
         (S, B, H, K), V, do_SBHV = q_SBHK.shape, v_SBHV.shape[-1], aligned(do_SBHV)
         dq_SBHK, dk_SBHK, dv_SBHV = empty_gradients(q_SBHK, k_SBHK, v_SBHV)

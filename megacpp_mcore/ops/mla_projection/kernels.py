@@ -1,7 +1,7 @@
-"""Triton kernels between MLA's projections and its core attention: every value is read once and written once, in the layout
-that its consumer needs.
+"""Triton kernels between MLA's projections and its core attention: every value is read once and written once, in its
+consumer's layout.
 
-Legend: S tokens, B batch, T = S · B, H heads, C width of a head's content, K its width after a matrix, R width of the rotary
+Legend: S tokens, B batch, T = S · B, H heads, C width of a head's content, K its width after the matrix, R width of the rotary
 part, V width of a value, Q and L ranks of the query's and the key's latent, N heads of an indexer. Offsets between rows of the
 model's own tensors are given in units of 8 elements, so that the compiler knows their alignment.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_pairs(rows, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """First and second values of the pairs of rows that begin at ``rows``, in float32."""
+    """Load the first and second values of the pairs of rows at ``rows``, in float32."""
     i: tl.constexpr = R // 2
     if INTERLEAVED:
         x = tl.load(rows + tl.arange(0, R)[None, :], mask=mask, other=0.0)
@@ -42,14 +42,14 @@ def _store_pairs(rows, first, second, mask, R: tl.constexpr, INTERLEAVED: tl.con
 
 @triton.jit
 def _angles(rotation_ptr, s, mask, R: tl.constexpr):
-    """Cosines and sines of tokens ``s``."""
+    """Load cosines and sines of tokens ``s``."""
     rows = rotation_ptr + s[:, None] * R + tl.arange(0, R // 2)[None, :]
     return tl.load(rows, mask=mask, other=0.0), tl.load(rows + R // 2, mask=mask, other=0.0)
 
 
 @triton.jit
 def _matrix(w_ptr, h, w_h, w_row, C: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Load the matrix [C, K] of head ``h``, whose rows (TRANSPOSED: columns) are contiguous and lie ``w_row`` apart."""
+    """Load the matrix [C, K] of head ``h``; its rows (TRANSPOSED: columns) are contiguous, ``w_row`` apart."""
     w_ptr += h * (w_h * 8)
     if TRANSPOSED:
         return tl.trans(tl.load(w_ptr + tl.arange(0, K)[:, None] * (w_row * 8) + tl.arange(0, C)[None, :]))
@@ -60,7 +60,7 @@ def _matrix(w_ptr, h, w_h, w_row, C: tl.constexpr, K: tl.constexpr, TRANSPOSED: 
 @triton.jit(do_not_specialize=["S", "x_s", "x_b", "x_h", "w_h", "w_row"])
 def project(x_ptr, w_ptr, rotation_ptr, y_ptr, S, x_s, x_b, x_h, w_h, w_row, C: tl.constexpr, K: tl.constexpr,
             R: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """y [S, B, H, K + R]: content times w, and the rotary part, rotated. Without w, K = C.
+    """Compute y [S, B, H, K + R]: content times w, and the rotary part, rotated. Without w, K = C.
 
     Grid: H, tiles of S, B.
     """
@@ -85,7 +85,7 @@ def project(x_ptr, w_ptr, rotation_ptr, y_ptr, S, x_s, x_b, x_h, w_h, w_row, C: 
 def project_backward(x_ptr, w_ptr, rotation_ptr, dy_ptr, dx_ptr, dw_ptr, S, x_s, x_b, x_h, w_h, w_row, dy_s, dy_b, dy_h,
                      C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
                      TRANSPOSED: tl.constexpr, TOKENS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """dx [S, B, H, C + R], and one partial sum per program of the gradient of w: dw [B, pieces, H, C, K], float32.
+    """Compute dx [S, B, H, C + R], and one partial sum per program of w's gradient: dw [B, pieces, H, C, K], float32.
 
     Grid: H, pieces of S of TILES · TOKENS tokens, B.
     """
@@ -119,7 +119,7 @@ def project_backward(x_ptr, w_ptr, rotation_ptr, dy_ptr, dx_ptr, dw_ptr, S, x_s,
 @triton.jit(do_not_specialize=["S", "kv_s", "kv_b", "kv_h", "r_s", "r_b"])
 def keys_and_values(kv_ptr, r_ptr, rotation_ptr, k_ptr, v_ptr, S, kv_s, kv_b, kv_h, r_s, r_b, C: tl.constexpr,
                     R: tl.constexpr, V: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """k [S, B, H, C + R]: kv's content and the rotary part, rotated; v [S, B, H, V]: the rest of kv.
+    """Compute k [S, B, H, C + R]: kv's content and the rotary part, rotated; v [S, B, H, V]: the rest of kv.
 
     Grid: H, tiles of S, B.
     """
@@ -143,7 +143,7 @@ def keys_and_values(kv_ptr, r_ptr, rotation_ptr, k_ptr, v_ptr, S, kv_s, kv_b, kv
 def keys_and_values_backward(dk_ptr, dv_ptr, rotation_ptr, dkv_ptr, dr_ptr, S, H, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
                              C: tl.constexpr, R: tl.constexpr, V: tl.constexpr, INTERLEAVED: tl.constexpr,
                              TOKENS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """dkv [S, B, H, C + V], and dr [S, B, R], summed over heads.
+    """Compute dkv [S, B, H, C + V], and dr [S, B, R], summed over heads.
 
     Grid: tiles of S, B.
     """
@@ -175,7 +175,7 @@ def keys_and_values_backward(dk_ptr, dv_ptr, rotation_ptr, dkv_ptr, dr_ptr, S, H
 
 @triton.jit
 def _norm(x_rows, w_ptr, y_rows, live, eps, N: tl.constexpr):
-    """y: RMSNorm of rows of N values."""
+    """Compute y: RMSNorm of rows of N values."""
     n = tl.arange(0, N)
     x = tl.load(x_rows + n[None, :], mask=live, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
@@ -185,7 +185,7 @@ def _norm(x_rows, w_ptr, y_rows, live, eps, N: tl.constexpr):
 
 @triton.jit
 def _norm_backward(x_rows, w_ptr, dy_rows, dx_rows, dw_ptr, live, eps, N: tl.constexpr):
-    """Backward of :func:`_norm`: dx, and dw summed over these rows."""
+    """Run backward of :func:`_norm`: dx, and dw summed over these rows."""
     n = tl.arange(0, N)
     x = tl.load(x_rows + n[None, :], mask=live, other=0.0).to(tl.float32)
     dy = tl.load(dy_rows + n[None, :], mask=live, other=0.0).to(tl.float32)
@@ -200,7 +200,7 @@ def _norm_backward(x_rows, w_ptr, dy_rows, dx_rows, dw_ptr, live, eps, N: tl.con
 @triton.jit(do_not_specialize=["eps", "T"])
 def norms(x_ptr, q_w_ptr, k_w_ptr, q_ptr, k_ptr, eps, T, Q: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
           ROWS: tl.constexpr):  # fmt: skip
-    """q [T, Q] and k [T, L], the two latents in x [T, Q + L + R], normed.
+    """Compute q [T, Q] and k [T, L], the two latents in x [T, Q + L + R], normed.
 
     Grid: tiles of T.
     """
@@ -213,7 +213,7 @@ def norms(x_ptr, q_w_ptr, k_w_ptr, q_ptr, k_ptr, eps, T, Q: tl.constexpr, L: tl.
 @triton.jit(do_not_specialize=["eps", "T", "B", "dr_s", "dr_b"])
 def norms_backward(x_ptr, q_w_ptr, k_w_ptr, dq_ptr, dk_ptr, dr_ptr, dx_ptr, dw_ptr, eps, T, B, dr_s, dr_b,
                    Q: tl.constexpr, L: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """dx [T, Q + L + R], its end a copy of dr; and one partial sum per program of the weights' gradients: dw [programs, Q + L].
+    """Compute dx [T, Q + L + R], with a copy of dr at its end, and per program a partial sum of dw [programs, Q + L].
 
     Grid: tiles of T.
     """
@@ -230,7 +230,7 @@ def norms_backward(x_ptr, q_w_ptr, k_w_ptr, dq_ptr, dk_ptr, dr_ptr, dx_ptr, dw_p
 
 @triton.jit
 def _normed_pairs(x_rows, live, eps, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Pairs of rows of R values, standardised (LayerNorm without weights); and 1 / standard deviation."""
+    """Return pairs of rows of R values after LayerNorm without weights, and 1 / standard deviation."""
     first, second = _load_pairs(x_rows, live, R, INTERLEAVED)
     mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / R)[:, None]
     first, second = first - mean, second - mean
@@ -240,14 +240,14 @@ def _normed_pairs(x_rows, live, eps, R: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 @triton.jit
 def _vector(ptr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Pairs of a vector, as rows [1, R / 2]."""
+    """Load pairs of a vector, as rows [1, R / 2]."""
     return _load_pairs(ptr + tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1), R, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["eps", "scale", "T", "B"])
 def indexer_keys(x_ptr, norm_ptr, bias_ptr, rotation_ptr, k_ptr, w_ptr, eps, scale, T, B, R: tl.constexpr,
                  N: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """k [T, R]: the first R values of x [T, R + N], after LayerNorm and rotation; w [T, N]: the others times ``scale``.
+    """Compute k [T, R]: the first R values of x [T, R + N], after LayerNorm and rotation; w [T, N]: the rest times ``scale``.
 
     Grid: tiles of T.
     """
@@ -267,7 +267,7 @@ def indexer_keys(x_ptr, norm_ptr, bias_ptr, rotation_ptr, k_ptr, w_ptr, eps, sca
 def indexer_keys_backward(x_ptr, norm_ptr, rotation_ptr, dk_ptr, dw_ptr, dx_ptr, dnorm_ptr, eps, scale, T, B,
                           R: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
                           ROWS: tl.constexpr):  # fmt: skip
-    """dx [T, R + N], and one partial sum per program of the gradients of norm and bias: dnorm [programs, 2, R].
+    """Compute dx [T, R + N], and one partial sum per program of the gradients of norm and bias: dnorm [programs, 2, R].
 
     Grid: tiles of T.
     """

@@ -1,7 +1,7 @@
 """Plain-PyTorch truth of the steps between MLA's projections and its core attention, in the dtype of the inputs.
 
 Shape legend: S tokens, B batch, H heads (of this rank), D hidden, Q and L ranks of the query's and the key's latent, C width of
-a head's content, K its width after a matrix, R width of the rotary part, V width of a value, X width of a head: its content
+a head's content, K its width after the matrix, R width of the rotary part, V width of a value, X width of a head: its content
 followed by a rotary part or a value; N heads of the indexer.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), sections 2.1.2 (absorption) and 2.1.3 (decoupled rotary embedding); the order of rotated
@@ -17,7 +17,7 @@ from megacpp_mcore.ops.checks import require_float
 
 
 def rotation_table(angle_SR: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """``[S, R]``: the cosines and then the sines of each token's R / 2 angles, times ``scale``.
+    """Return ``[S, R]``: the cosines, then the sines, of each token's R / 2 rotary angles, times ``scale``.
 
     Args:
         angle_SR: the angles, concatenated with themselves, as megatron-core's ``RotaryEmbedding`` returns them.
@@ -39,7 +39,7 @@ def latents(
 
     Args:
         hidden_SBD: the layer's input, normed.
-        q_down_QD, kv_down_XD: weights of the down-projections; the second returns the latent followed by the rotary part.
+        q_down_QD, kv_down_XD: weights of the down-projections; the second produces the latent followed by the rotary part.
         q_norm_Q, kv_norm_L: weights of the latents' RMSNorms.
         eps: of both norms.
 
@@ -64,14 +64,14 @@ def project(
     rotation_SR: torch.Tensor | None = None,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """Each head's content times its matrix, followed by the head's rotary part, rotated.
+    """Multiply each head's content by its matrix, and append the head's rotary part, rotated.
 
     Used to absorb the up-projection of keys into queries, to rotate queries and the indexer's keys, and to apply the
     up-projection of values to the output of attention over latents.
 
     Args:
-        x_SBHX: content and rotary part, C + R values a head.
-        weight_HCK: the matrices; None leaves the content as it is.
+        x_SBHX: content and rotary part, C + R values per head.
+        weight_HCK: the matrices; None leaves the content unchanged.
         rotation_SR: from :func:`rotation_table`; None: there is no rotary part.
         interleaved: whether rotated pairs are (2i, 2i + 1) instead of (i, i + R / 2). The result has the first values of all
             pairs before the second ones.
@@ -101,13 +101,13 @@ def keys_and_values(
     value_dim: int,
     interleaved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, each head's ending in the shared rotary part, rotated; and values.
+    """Return keys, with the rotated shared rotary part at the end of each head, and values.
 
     Args:
-        kv_SBHX: the keys' content and the values, C + V values a head.
+        kv_SBHX: the keys' content and the values, C + V values per head.
         rotary_SBR: the keys' rotary part, shared by all heads.
         rotation_SR, interleaved: as in :func:`project`.
-        value_dim: V; 0 where the keys' own first values are the values, as with absorbed latents.
+        value_dim: V; 0 if the keys' leading columns are the values, as with absorbed latents.
 
     Returns:
         Keys ``[S, B, H, C + R]`` and values ``[S, B, H, V]``, both contiguous.
@@ -136,10 +136,10 @@ def indexer_inputs(
     scale: float,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute inputs of a DSA indexer's scores, heads rotated whole: queries, keys after a LayerNorm, and head weights.
+    """Compute inputs of a DSA indexer's scores, rotated over the full head: queries, keys after LayerNorm, and head weights.
 
     Args:
-        hidden_SBD, latent_SBQ: the layer's input, normed, and the normed latents of its queries. Neither gets a gradient.
+        hidden_SBD, latent_SBQ: the layer's input, normed, and the normed latents of its queries. No gradient flows to them.
         q_up_XQ: weight of the queries' projection, N · R rows.
         k_down_RD, k_norm_R, k_bias_R: weight of the keys' projection; weight and bias of their norm.
         w_down_ND: weight of the head weights' projection.
@@ -175,7 +175,7 @@ def check_latents(
     q_norm_Q: torch.Tensor,
     kv_norm_L: torch.Tensor,
 ) -> None:
-    """Raise ModelError unless these are arguments of :func:`latents`."""
+    """Raise ModelError unless these are valid arguments of :func:`latents`."""
     tensors = (hidden_SBD, q_down_QD, kv_down_XD, q_norm_Q, kv_norm_L)
     require_float(hidden_SBD=hidden_SBD)
     shapes, dtypes = [tuple(tensor.shape) for tensor in tensors], {tensor.dtype for tensor in tensors}
@@ -203,7 +203,7 @@ def check_indexer_inputs(
     w_down_ND: torch.Tensor,
     rotation_SR: torch.Tensor,
 ) -> None:
-    """Raise ModelError unless these are arguments of :func:`indexer_inputs`."""
+    """Raise ModelError unless these are valid arguments of :func:`indexer_inputs`."""
     require_float(hidden_SBD=hidden_SBD)
     weights = (q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
     shapes, dtypes = [tuple(weight.shape) for weight in weights], {t.dtype for t in (hidden_SBD, latent_SBQ, *weights)}
@@ -223,7 +223,7 @@ def check_indexer_inputs(
 
 
 def check_projection(x_SBHX: torch.Tensor, weight_HCK: torch.Tensor | None, rotation_SR: torch.Tensor | None) -> None:
-    """Raise ModelError unless these are arguments of :func:`project`."""
+    """Raise ModelError unless these are valid arguments of :func:`project`."""
     require_float(x_SBHX=x_SBHX)
     if x_SBHX.dim() != 4:
         raise ModelError(f"x has shape {tuple(x_SBHX.shape)}, expected [S, B, H, C + R]")
@@ -233,12 +233,12 @@ def check_projection(x_SBHX: torch.Tensor, weight_HCK: torch.Tensor | None, rota
     ):
         raise ModelError(
             f"the weight is {weight_HCK.dtype} of shape {tuple(weight_HCK.shape)}; expected [H, C, K] with H and C = "
-            f"{x_SBHX.shape[2]}, {content}, and {x_SBHX.dtype}, as x has them"
+            f"{x_SBHX.shape[2]}, {content}, and {x_SBHX.dtype}, to match x"
         )
 
 
 def check_keys(kv_SBHX: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: torch.Tensor, value_dim: int) -> None:
-    """Raise ModelError unless these are arguments of :func:`keys_and_values`."""
+    """Raise ModelError unless these are valid arguments of :func:`keys_and_values`."""
     require_float(kv_SBHX=kv_SBHX)
     kv, rotary = tuple(kv_SBHX.shape), tuple(rotary_SBR.shape)
     if len(kv) != 4 or len(rotary) != 3 or rotary[:2] != kv[:2] or rotary_SBR.dtype != kv_SBHX.dtype:
@@ -247,7 +247,7 @@ def check_keys(kv_SBHX: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: tor
             "[S, B, H, C + V] and [S, B, R] with the same S, B and dtype"
         )
     if not 0 <= value_dim < kv[3]:
-        raise ModelError(f"value_dim is {value_dim}, expected 0..{kv[3] - 1}: less than a head of kv has")
+        raise ModelError(f"value_dim is {value_dim}, expected 0..{kv[3] - 1}: less than the width of a head of kv")
     if _check_rotation(rotation_SR, kv[0], rotary[2]) != rotary[2]:
         raise ModelError(
             f"the rotary part has {rotary[2]} values and the table {rotation_SR.shape[1]}; expected equally many"

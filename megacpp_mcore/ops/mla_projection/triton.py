@@ -3,7 +3,7 @@
 PyTorch product.
 
 Norms and rotations are computed in float32 and rounded once; operands of products have the dtype of the inputs, and float32
-sums a fixed reduction order.
+sums have a fixed reduction order.
 
 Shape legend: as in the reference.
 """
@@ -28,19 +28,19 @@ from megacpp_mcore.ops.slices import aligned, eighths
 from megacpp_mcore.ops.triton_launch import launch
 
 WIDTHS = (64,)
-"""Widths C, K, R and V that the kernels are compiled for."""
+"""Supported widths C, K, R and V."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 PROJECT: dict[str, int] = {"TOKENS": 128, "num_warps": 4}
 BACKWARD: dict[str, int] = {"TOKENS": 32, "num_warps": 4}
 TILES = 16
-"""Tiles of tokens over which one program sums a matrix's gradient."""
+"""Token tiles per program in the sum of a matrix's gradient."""
 
 KEYS: dict[str, int] = {"TOKENS": 64, "num_warps": 4}
 KEYS_BACKWARD: dict[str, int] = {"num_warps": 4}
 ROWS, HEADS = 32, 8
-"""Tile of the keys' gradient: tokens × heads, and most heads among these."""
+"""Tile of the keys' gradient: tokens × heads, and its maximum number of heads."""
 
 NORMS: dict[str, int] = {"ROWS": 32, "num_warps": 4}
 
@@ -53,10 +53,10 @@ def latents(
     kv_norm_L: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute as the reference's function of this name does, with one product for both projections.
+    """Compute the reference's :func:`latents` with one product for both projections.
 
     Raises:
-        ModelError: as the reference, and as :func:`project`.
+        ModelError: as in the reference, and as in :func:`project`.
     """
     check_latents(hidden_SBD, q_down_QD, kv_down_XD, q_norm_Q, kv_norm_L)
     _check(hidden_SBD, len(q_norm_Q), len(kv_norm_L), len(kv_down_XD) - len(kv_norm_L))
@@ -73,10 +73,10 @@ def project(
     rotation_SR: torch.Tensor | None = None,
     interleaved: bool = True,
 ) -> torch.Tensor:
-    """Compute as the reference does. Saved for backward: the weight and rotation, and x only if there is a weight.
+    """Compute the reference's :func:`project`. Saved for backward: the weight and rotation, and x only if there is a weight.
 
     Raises:
-        ModelError: as the reference; or a dtype not in :data:`DTYPES`, or a width not in :data:`WIDTHS`.
+        ModelError: as in the reference; or a dtype not in :data:`DTYPES`, or a width not in :data:`WIDTHS`.
     """
     check_projection(x_SBHX, weight_HCK, rotation_SR)
     rotary = 0 if rotation_SR is None else rotation_SR.shape[1]
@@ -95,10 +95,10 @@ def keys_and_values(
     value_dim: int,
     interleaved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute as the reference's function of this name does. Only the rotations are saved for backward.
+    """Compute the reference's :func:`keys_and_values`. Only the rotations are saved for backward.
 
     Raises:
-        ModelError: as the reference, and as :func:`project`.
+        ModelError: as in the reference, and as in :func:`project`.
     """
     check_keys(kv_SBHX, rotary_SBR, rotation_SR, value_dim)
     _check(kv_SBHX, kv_SBHX.shape[3] - value_dim, rotary_SBR.shape[2], value_dim)
@@ -120,10 +120,10 @@ def indexer_inputs(
     scale: float,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute as the reference's function of this name does, with one product for keys and head weights.
+    """Compute the reference's :func:`indexer_inputs` with one product for keys and head weights.
 
     Raises:
-        ModelError: as the reference, and as :func:`project`.
+        ModelError: as in the reference, and as in :func:`project`.
     """
     tensors = (hidden_SBD, latent_SBQ, q_up_XQ, k_down_RD, k_norm_R, k_bias_R, w_down_ND)
     check_indexer_inputs(*tensors, rotation_SR)
@@ -325,13 +325,13 @@ class _IndexerInputs(torch.autograd.Function):
 
 
 def _product(x_SBD: torch.Tensor, weight_XD: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ as one product of S·B rows: at B = 1, with strides of an embedding's output, ``linear`` runs S products."""
+    """Compute x · weightᵀ as one product of S·B rows: at B = 1, with an embedding's strides, ``linear`` runs S products."""
     S, B, D = x_SBD.shape
     return (x_SBD.reshape(S * B, D) @ weight_XD.T).view(S, B, len(weight_XD))
 
 
 def _matrices(weight_HCK: torch.Tensor | None) -> tuple[torch.Tensor | None, dict[str, bool]]:
-    """Return the matrices in a layout that the kernels read, and whether their columns (not rows) are contiguous."""
+    """Return the matrices in a layout that the kernels support, and whether their columns (not rows) are contiguous."""
     if weight_HCK is None:
         return None, {"TRANSPOSED": False}
     by_columns = weight_HCK.stride(1) == 1 and weight_HCK.stride(2) != 1
@@ -339,7 +339,7 @@ def _matrices(weight_HCK: torch.Tensor | None) -> tuple[torch.Tensor | None, dic
 
 
 def _steps(weight_HCK: torch.Tensor | None) -> tuple[int, int]:
-    """How far apart the matrices and their rows (or columns) are, in units of 8 elements."""
+    """Return the strides of the matrices and of their rows (or columns), in units of 8 elements."""
     if weight_HCK is None:
         return 0, 0
     across, row, column = weight_HCK.stride()
@@ -347,11 +347,11 @@ def _steps(weight_HCK: torch.Tensor | None) -> tuple[int, int]:
 
 
 def _check(x: torch.Tensor, *widths: int) -> None:
-    """Refuse widths and dtypes for which no kernel was built and tested."""
+    """Raise ModelError for widths and dtypes that the kernels were not built and tested for."""
     if not len(x):
         raise ModelError("there are 0 tokens, expected at least one; do not call the op for an empty sequence")
     if x.dtype not in DTYPES or any(width not in (0, *WIDTHS) for width in widths):
         raise ModelError(
-            f"the kernels of MLA's projections were given {x.dtype} and widths {widths}; they take one of {DTYPES} and widths "
+            f"the kernels of MLA's projections got {x.dtype} and widths {widths}; they take one of {DTYPES} and widths "
             f"of {WIDTHS}: use the reference"
         )

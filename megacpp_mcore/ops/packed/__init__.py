@@ -1,1 +1,1 @@
-"""Packed sequences: where each row of a packed batch stands in its sequence (imports no torch)."""
+"""Packed sequences: documents, and the position of each row in its sequence (imports no torch)."""

@@ -1,13 +1,13 @@
 """Which rows of a sequence belong to one document: from packed sequence lengths or from Megatron's attention mask, and back.
 
-``seq_idx_BS`` numbers the document of every row, int32, as mamba-ssm's argument of that name: the rows of a document are
-consecutive, and nothing flows from one document to another. It is built once per micro-batch, on the device, and is the only
+``seq_idx_BS`` holds the document number of every row, int32, like mamba-ssm's argument of that name: the rows of a document are
+consecutive, and no information crosses documents. It is built once per micro-batch, on the device, and is the only
 form in which ops receive documents; an op that needs another form (:func:`cu_seqlens_of`, :func:`additive_mask`) derives it
 once, shared by all layers (:func:`shared`).
 
-Nothing here makes the host wait for a GPU, except where a function says so. Values on a GPU (numbers of a packed batch,
-entries of a mask) are checked there: a wrong one stops the process soon after, by a device-side assertion that prints what was
-expected. On a CPU it is a ModelError that says what was found, and where.
+Nothing here makes the host wait for a GPU, unless a function documents it. Values on a GPU (numbers of a packed batch,
+entries of a mask) are checked there: an invalid one aborts the process soon after, by a device-side assertion that prints what
+was expected. On a CPU a ModelError says what was found, and where.
 
 Legend: B batch, S rows. ``cu_seqlens`` is described in :mod:`megacpp_mcore.ops.packed.positions`.
 """
@@ -25,7 +25,7 @@ _SHARED = "_megacpp_shared"
 
 
 def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made]) -> Made:
-    """``make()``, called once per content of ``tensor``, however many layers need this ``form`` of it.
+    """Return ``make()``, called once per content of ``tensor``, no matter how many layers need this ``form`` of it.
 
     The result is cached on the tensor's storage: it is shared by the aliases that activation recompute passes to a layer, and
     freed with the storage. In-place writes invalidate it, except for a tensor created in inference mode, which has no version
@@ -34,8 +34,8 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
 
     Args:
         tensor: one that Megatron creates for every micro-batch, or derived from one.
-        form: key of the result, with everything else that it depends on.
-        make: its result must not hold memory of ``tensor`` itself, which would then never be freed.
+        form: key of the result, including everything else that it depends on.
+        make: its result must not reference the memory of ``tensor`` itself, which would then never be freed.
     """
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
@@ -49,9 +49,9 @@ def shared[Made](tensor: torch.Tensor, form: Hashable, make: Callable[[], Made])
 
 
 def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None:
-    """Raise ModelError with ``explain()`` unless the scalar bool ``holds``; on a GPU, without waiting, stop the process later.
+    """Raise ModelError with ``explain()`` unless the scalar bool ``holds``; on a GPU, without a sync, abort the process later.
 
-    The assertion there prints ``what``, of at most 254 characters.
+    The assertion there prints ``what``, at most 254 characters.
     """
     try:
         torch._assert_async(holds, what)
@@ -64,16 +64,16 @@ def seq_idx_from_cu_seqlens(
 ) -> torch.Tensor:
     """Assign a document number to each token of a packed batch: int32 ``[1, num_rows]``.
 
-    Rows after the last sequence (padding) are a document of their own.
+    Rows after the last sequence (padding) form a separate document.
 
     Args:
         cu_seqlens: first row of each sequence and the end of the last one, ``[N + 1]``, integers.
         num_rows: rows of the packed batch.
-        of_keys: the same for the keys, where queries and keys have separate ones.
+        of_keys: the same for the keys, if queries and keys have separate ones.
 
     Raises:
         ModelError: ``cu_seqlens`` or ``of_keys`` is not a vector of two or more integers, or they differ in length; on a CPU
-            also: their numbers differ, do not begin with 0, decrease, or end behind the last row.
+            also: their numbers differ, do not start at 0, decrease, or exceed the number of rows.
     """
     _check_cu_seqlens(cu_seqlens, num_rows)
     if of_keys is not None and of_keys is not cu_seqlens:
@@ -109,7 +109,7 @@ def _check_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int) -> None:
 
 
 def check_same_sequences(queries: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ModelError unless the two ``cu_seqlens`` have equally many sequences; the numbers are not read."""
+    """Raise ModelError unless both ``cu_seqlens`` have the same number of sequences; the values are not read."""
     if queries.shape != keys.shape:
         raise ModelError(
             f"{queries.numel() - 1} packed sequences of queries and {keys.numel() - 1} of keys; expected the same, as in "
@@ -123,12 +123,12 @@ def _abridged(cu_seqlens: torch.Tensor) -> str:
 
 
 def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: int) -> torch.Tensor:
-    """Join the documents of a micro-batch into one row, in a vector whose length depends on no data.
+    """Join the documents of a micro-batch into one row, in a vector of data-independent length.
 
     Args:
-        cu_seqlens_BN: of each of B samples, padded with ``rows``, as Megatron's GPTDataset returns it; on the CPU.
-        rows: of a sample.
-        max_documents: the most that all samples may hold together.
+        cu_seqlens_BN: per sample, padded with ``rows``, as Megatron's GPTDataset returns it; on the CPU.
+        rows: rows per sample.
+        max_documents: upper bound on the documents of all samples together.
 
     Returns:
         int32 ``[max_documents + 1]``: first rows, then B · ``rows``, the end of the last, repeated to the end.
@@ -146,7 +146,7 @@ def fixed_cu_seqlens(cu_seqlens_BN: torch.Tensor, *, rows: int, max_documents: i
 
 
 def default_max_documents(rows: int) -> int:
-    """Default upper bound on the documents in ``rows`` tokens: one per 16 tokens, at least 64."""
+    """Return the default upper bound on the documents in ``rows`` tokens: one per 16 tokens, at least 64."""
     return max(64, rows // 16)
 
 
@@ -155,7 +155,7 @@ def check_count(documents: int, rows: int, max_documents: int) -> None:
     if documents > max_documents:
         raise DataError(
             f"the data loader packed {documents} documents into a row of {rows} tokens, expected at most {max_documents}: "
-            f"join short documents in the data, or write max_documents: {documents} into the file of MEGACPP_CONFIG"
+            f"join short documents in the data, or set max_documents: {documents} in the file of MEGACPP_CONFIG"
         )
 
 
@@ -169,17 +169,17 @@ def check_masked_count(attention_mask: torch.Tensor, max_documents: int) -> None
 
 
 def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
-    """Assign numbers to the documents that Megatron's mask keeps apart: int32 ``[B, S]``.
+    """Assign numbers to the documents that Megatron's mask separates: int32 ``[B, S]``.
 
-    The mask is what ``--reset-attention-mask`` makes: row i sees row j ≤ i if both are in one document. It is checked to be
-    exactly that.
+    The mask must be exactly that of ``--reset-attention-mask``: row i sees row j ≤ i if both are in one document. This is
+    checked.
 
     Args:
         attention_mask: bool ``[B, 1, S, S]``, True = masked.
-        wait: whether to wait for a GPU, so that a wrong mask is a ModelError there, too.
+        wait: whether to synchronise with a GPU, so that a wrong mask is a ModelError there, too.
 
     Raises:
-        ModelError: the mask is a different one, which no numbering of documents expresses.
+        ModelError: the mask does not correspond to any numbering of documents.
     """
     if attention_mask.dim() != 4 or attention_mask.shape[2] != attention_mask.shape[3] or not attention_mask.shape[2]:
         raise ModelError(
@@ -199,7 +199,7 @@ def seq_idx_from_mask(attention_mask: torch.Tensor, *, wait: bool = False) -> to
         state = "masked" if bool(hidden_BSS[b, i, j]) else "visible"
         return (
             f"attention_mask[{b}, 0, {i}, {j}] is {state}, which neither causality nor documents explain; expected a causal "
-            "mask that a document's first row resets (--reset-attention-mask): a layer with a state cannot follow another"
+            "mask reset at each document's first row (--reset-attention-mask): a layer with a state supports no other mask"
         )
 
     if not wait:
@@ -219,7 +219,7 @@ def require_one_document(seq_idx_BS: torch.Tensor, explain: Callable[[], str], *
 
 
 def document_starts(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> torch.Tensor:
-    """Which rows begin a document, except the first: bool ``[B, S]``, False in the first row.
+    """Return which rows start a document, except the first: bool ``[B, S]``, False in the first row.
 
     Raises:
         ModelError: ``seq_idx_BS`` is not an int32 tensor ``[B, S]``.
@@ -229,7 +229,7 @@ def document_starts(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> torch
 
 
 def check_seq_idx(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> None:
-    """Raise ModelError unless ``seq_idx_BS`` is int32 ``[B, S]``; the numbers are not read."""
+    """Raise ModelError unless ``seq_idx_BS`` is int32 ``[B, S]``; the values are not read."""
     if tuple(seq_idx_BS.shape) != (batch, rows) or seq_idx_BS.dtype != torch.int32:
         raise ModelError(
             f"seq_idx is {seq_idx_BS.dtype} {list(seq_idx_BS.shape)}, expected torch.int32 [B, S] = [{batch}, {rows}]: the "
@@ -238,12 +238,12 @@ def check_seq_idx(seq_idx_BS: torch.Tensor, *, batch: int, rows: int) -> None:
 
 
 def other_documents(seq_idx_BS: torch.Tensor) -> torch.Tensor:
-    """Return the mask, True = masked, that hides other documents: bool ``[B, 1, S, S]``; not causal by itself."""
+    """Return the mask, True = masked, of other documents: bool ``[B, 1, S, S]``; not causal by itself."""
     return (seq_idx_BS[:, :, None] != seq_idx_BS[:, None, :])[:, None]
 
 
 def additive_mask(seq_idx_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row sees another (an earlier one, or itself, of its document), −∞ elsewhere: ``[B, 1, S, S]``, shared."""
+    """Return the mask ``[B, 1, S, S]``, shared: 0 for earlier rows of a row's document and itself, −∞ elsewhere."""
 
     def make() -> torch.Tensor:
         rows = seq_idx_BS.shape[1]
@@ -255,12 +255,12 @@ def additive_mask(seq_idx_BS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
-    """First rows of the documents, with the rows of the batch concatenated, as int32 ``[max_documents + 1]``; shared.
+    """Return the documents' first rows, with batch rows concatenated, as int32 ``[max_documents + 1]``; shared.
 
     After the last document, its end, B · S, is repeated. The longest document is assumed to have S rows.
 
     Raises:
-        ModelError: on a CPU, there are more documents; on a GPU they end the process.
+        ModelError: on a CPU, there are more documents; on a GPU they abort the process.
     """
     advice = "join short documents in the data, or raise max_documents in the file of MEGACPP_CONFIG"
 
@@ -290,12 +290,12 @@ def roll_left(
     ranks: int = 1,
     rank: int = 0,
 ) -> torch.Tensor:
-    """Shift every sequence of the last axis left by one; its last entry becomes 0, padding is unchanged.
+    """Shift every sequence on the last axis left by one; its last entry becomes 0, padding is unchanged.
 
     Args:
         tensor: ``[..., S]``, or with several ``ranks`` the chunks ``rank`` and ``2 * ranks - 1 - rank`` of ``2 * ranks``.
         cu_seqlens: of the S rows; sequences may be empty.
-        rolled: ``tensor`` with the whole row shifted, which one rank alone can do itself.
+        rolled: ``tensor`` with the full row shifted; optional on a single rank.
     """
     rows = tensor.shape[-1] * ranks
     ends = torch.zeros(rows + 1, dtype=torch.bool, device=tensor.device).index_fill_(0, cu_seqlens[1:].long(), True)
@@ -309,9 +309,9 @@ def roll_left(
 
 
 def segmented_cumsum(values: torch.Tensor, starts_BS: torch.Tensor) -> torch.Tensor:
-    """Sum over axis 1 of ``[B, S, …]``, token by token, from 0 again at every start.
+    """Compute the cumulative sum over axis 1 of ``[B, S, …]``, restarting from 0 at every start.
 
-    By doubling, log₂ S additions: nothing of one document is ever added to another's sum and subtracted later.
+    By doubling, log₂ S additions: no document's values are ever added to another's sum and subtracted later.
     """
     seq_idx_BS = starts_BS.cumsum(1, dtype=torch.int32)
     step, rows = 1, values.shape[1]

@@ -1,7 +1,7 @@
 """Positions of the rows of a packed batch, computed on the device: no host synchronisation, no shape that depends on data.
 
 Legend: ``cu_seqlens`` holds the first row of each of N sequences and, last, the end of the last one: ``[N + 1]``,
-integers. Under context parallelism (zigzag) a rank holds of each sequence, cut into 2 · cp_size equal parts, part ``rank``
+integers. Under context parallelism (zigzag) each sequence is split into 2 · cp_size equal parts, and a rank holds part ``rank``
 and then part ``2 · cp_size - rank - 1``. Source: megatron-core 0.19 ``dsa_layout.py`` and ``rope_utils.py``.
 """
 
@@ -11,9 +11,9 @@ import torch
 
 
 def _sequence_of_row(lengths_N: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of ``num_rows`` rows: which sequence (or piece) of these lengths it is in, and its offset in it.
+    """Return, for each of ``num_rows`` rows, the sequence (or piece) that it is in, and its offset there.
 
-    Empty sequences have no row. Rows after the last sequence count as the last one's continuation.
+    Empty sequences have no rows. Rows after the last sequence count as its continuation.
     """
     ends_N = lengths_N.cumsum(0)
     row = torch.arange(num_rows, device=lengths_N.device)
@@ -24,14 +24,14 @@ def _sequence_of_row(lengths_N: torch.Tensor, num_rows: int) -> tuple[torch.Tens
 def zigzag_positions(
     cu_seqlens: torch.Tensor, *, cp_size: int, cp_rank: int, num_rows: int, padded: bool
 ) -> torch.Tensor:
-    """Position, in the packed batch of all ranks, of each of this rank's rows: int64 ``[num_rows]``.
+    """Return the position of each of this rank's rows in the packed batch of all ranks: int64 ``[num_rows]``.
 
     Args:
         cu_seqlens: of the whole batch; each length is a multiple of 2 · cp_size.
         cp_size: context-parallel ranks.
-        cp_rank: this one.
+        cp_rank: this rank.
         num_rows: rows that this rank holds.
-        padded: whether rows may follow the last sequence; they get positions behind all sequences, distinct on all ranks.
+        padded: whether rows may follow the last sequence; they get positions after all sequences, distinct on all ranks.
     """
     cu_seqlens = cu_seqlens.long()
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
@@ -49,15 +49,15 @@ def zigzag_positions(
 def rotary_rows(
     cu_seqlens: torch.Tensor, *, num_rows: int, num_frequencies: int, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """Row of the table of rotary frequencies for each of this rank's rows: int64 ``[num_rows]``.
+    """Return the row of the rotary frequency table for each of this rank's rows: int64 ``[num_rows]``.
 
     Args:
-        cu_seqlens: of the whole batch; each length is a multiple of 2 · cp_size, or of anything without context parallelism.
+        cu_seqlens: of the whole batch; each length is a multiple of 2 · cp_size, or any without context parallelism.
         num_rows: rows that this rank holds.
-        num_frequencies: rows of the table. If that is the length of the packed batch, the table counts through all
-            sequences; otherwise each sequence starts at its row 0.
+        num_frequencies: rows of the table. If that is the length of the packed batch, the table covers all sequences
+            consecutively; otherwise each sequence starts at its row 0.
         cp_size: context-parallel ranks.
-        cp_rank: this one.
+        cp_rank: this rank.
     """
     cu_seqlens = cu_seqlens.long()
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size

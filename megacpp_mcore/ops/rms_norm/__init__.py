@@ -1,1 +1,1 @@
-"""RMSNorm at the head of a residual branch, and the residual that goes around it (no torch)."""
+"""RMSNorm at the head of a residual branch, and the residual around it (imports no torch)."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["eps"])
 def forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    """y: x over its root mean square, times the weight; scale: 1 / that root. One program per row."""
+    """Compute y: x over its root mean square, times the weight; scale: 1 / RMS. One program per row."""
     t, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x_D = tl.load(x_TD + t * D + d, mask=d < D, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_D * x_D, 0) / D + eps)
@@ -21,7 +21,7 @@ def forward(x_TD, weight_D, y_TD, scale_T, eps, D: tl.constexpr, BLOCK: tl.const
 
 @triton.jit(do_not_specialize=["T"])
 def backward(x_TD, weight_D, scale_T, dy_TD, dresidual_TD, dx_TD, dweight_PD, T, D: tl.constexpr, BLOCK: tl.constexpr):
-    """dx plus the residual's gradient; and one partial sum of the weight's gradient per program, which has every P-th row.
+    """Compute dx plus the residual's gradient, and a partial sum of the weight's gradient per program, over every P-th row.
 
     The next row is prefetched while the current one is reduced.
     """

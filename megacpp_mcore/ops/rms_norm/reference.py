@@ -21,7 +21,7 @@ def check(x: torch.Tensor, weight_D: torch.Tensor) -> None:
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``(x / sqrt(mean(x²) + eps) · weight, x)``, both ``[..., D]`` in the dtype of ``x``.
 
-    Taking the residual from this result, instead of ``x`` itself, lets one kernel add both gradients of ``x``.
+    Using the returned ``x`` as the residual, instead of ``x`` itself, lets one kernel add both gradients of ``x``.
 
     Raises:
         ModelError: a shape or dtype is not as described.

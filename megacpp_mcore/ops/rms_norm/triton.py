@@ -1,7 +1,7 @@
 """RMSNorm by Triton kernels on a GPU: the function of :mod:`megacpp_mcore.ops.rms_norm.reference`.
 
-One launch forward; two backward: one adds the residual's gradient to the norm's, rounded once, and one adds up the weight's
-partial sums, in a fixed order.
+One launch forward; two backward: one adds the residual's gradient to the norm's, rounded once, and one sums the weight
+gradient's partial sums in a fixed order.
 
 Legend: T rows, D values of a row, P programs of the backward pass.
 """
@@ -35,15 +35,15 @@ ADD_PARTS: dict[str, int] = {"PARTS": 32, "COLUMNS": 32, "num_warps": 4}
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute as the reference's function of this name does, for rows of at most :data:`LARGEST` values.
+    """Compute the reference's :func:`rms_norm` for rows of at most :data:`LARGEST` values.
 
     Raises:
-        ModelError: as the reference, or the rows are longer, or their dtype is not in :data:`DTYPES`.
+        ModelError: as in the reference, or the rows are longer, or their dtype is not in :data:`DTYPES`.
     """
     check(x, weight_D)
     if x.dtype not in DTYPES or weight_D.dtype not in DTYPES or len(weight_D) > LARGEST:
         raise ModelError(
-            f"rms_norm's kernels were given rows of {len(weight_D)} {x.dtype} and a weight of {weight_D.dtype}; they take "
+            f"rms_norm's kernels got rows of {len(weight_D)} {x.dtype} and a weight of {weight_D.dtype}; they take "
             f"at most {LARGEST} of {', '.join(map(str, DTYPES))}: use the reference"
         )
     normed, residual = _RMSNorm.apply(x, weight_D, eps)
@@ -55,7 +55,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         rows, weight_D = x.contiguous(), weight_D.contiguous()
         T, D = rows.numel() // len(weight_D), len(weight_D)
-        # Not empty_like, which keeps strides: those of one sample's contiguous rows may prevent a matrix product from folding.
+        # Not empty_like, which keeps strides: with one sample, its strides may keep a matrix product from folding axes.
         normed, scale_T = rows.new_empty(rows.shape), rows.new_empty(T, dtype=torch.float32)
         if T:
             launch(kernels.forward, (T,), rows, weight_D, normed, scale_T, eps, **row(D), **FORWARD)
@@ -85,11 +85,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def row(D: int) -> dict[str, int]:
-    """Compile-time arguments of the kernels of whole rows."""
+    """Return the compile-time arguments of the kernels that process whole rows."""
     return {"D": D, "BLOCK": triton.next_power_of_2(D)}
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a small number on a CPU, where Triton interprets."""
+    """Return the multiprocessors of a GPU; a small number on a CPU, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,1 +1,1 @@
-"""Routing of tokens: the experts of each, their probabilities, and the sums that balancing losses are made of (no torch)."""
+"""Token routing: each token's experts and probabilities, and the sums for the balancing losses (imports no torch)."""

@@ -1,4 +1,4 @@
-"""Triton kernels of the router: a program has some tokens of one sequence, and all their experts.
+"""Triton kernels of the router: a program handles some tokens of one sequence, with all experts.
 
 Legend: as in :mod:`megacpp_mcore.ops.router.reference`; P programs of a sequence, C columns of sums.
 """
@@ -11,9 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def selected(score_SE, here_E, K: tl.constexpr):
-    """Which K of a row are the best, the first among ties, and NaN before all; columns beyond the experts are not ``here``."""
+    """Select a row's top K: the first among ties, NaN above all; columns beyond the experts are not ``here``."""
     e = tl.arange(0, score_SE.shape[1])[None, :]
-    # With NaN a comparison would find one expert K times.
+    # With NaN, comparisons would select one expert K times.
     left_SE = tl.where(here_E, tl.where(score_SE == score_SE, score_SE, float("inf")), float("-inf"))
     found_SE = tl.zeros(score_SE.shape, tl.int1)
     for _ in tl.static_range(K):
@@ -26,7 +26,7 @@ def selected(score_SE, here_E, K: tl.constexpr):
 
 @triton.jit
 def shares(score_SE, TINY: tl.constexpr):
-    """Each score over its row's sum, with PyTorch's division."""
+    """Divide each score by its row's sum, rounded like PyTorch's division."""
     sum_S1 = (tl.sum(score_SE, 1) + TINY)[:, None]
     return tl.div_rn(score_SE, tl.broadcast_to(sum_S1, score_SE.shape))
 
@@ -47,7 +47,7 @@ def route(
     TINY: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Probabilities and routing of some tokens, and four groups of sums over them: load, best, scores, squares."""
+    """Compute probabilities and routing of some tokens, and four groups of sums over them: load, best, scores, squares."""
     p, b = tl.program_id(0), tl.program_id(1)
     s, e = p * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     rows = (s.to(tl.int64) * B + b)[:, None] * E + e[None, :]

@@ -1,6 +1,6 @@
 """Plain-PyTorch truth of a sigmoid router: selection by biased scores, probabilities, and the sums for its losses.
 
-Shape legend: S sequence, B batch, T tokens (S × B, a sequence's tokens B apart), E experts, K experts of each token.
+Shape legend: S sequence, B batch, T tokens (S × B, a sequence's tokens B apart), E experts, K experts per token.
 Source: DeepSeek-V3 (arXiv 2412.19437, 2.1.2) for scores, bias and the loss by sequence, ST-MoE (arXiv 2202.08906, 2.2) for the
 z-loss; megatron-core 0.19 ``transformer/moe/router.py`` and ``moe_utils.py`` for the order of operations.
 """
@@ -23,7 +23,7 @@ class Routed(NamedTuple):
     Attributes:
         probs_TE: scores of a token's experts over their sum; zero elsewhere. Differentiable.
         routing_TE: bool, the K experts of each token: the best by score + bias, the first among ties.
-        load_E: how many tokens each expert has, float32.
+        load_E: tokens per expert, float32.
         best_BE: how many tokens of each sequence have an expert among their K best by score alone, float32.
         score_BE: the sum over a sequence of scores, each token's normalised over all experts. Differentiable.
         squared: the sum over all tokens of the squared log-sum-exp of the logits. Differentiable.
@@ -38,7 +38,7 @@ class Routed(NamedTuple):
 
 
 def check(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, topk: int, batch: int) -> None:
-    """Raise ModelError unless the arguments of :func:`route` fit each other."""
+    """Raise ModelError unless the arguments of :func:`route` fit together."""
     shape = tuple(logits_TE.shape)
     if logits_TE.dtype not in (torch.float32, torch.float64) or len(shape) != 2:
         raise ModelError(f"logits are {logits_TE.dtype} {list(shape)}, expected float32 [T, E]")
@@ -51,7 +51,7 @@ def check(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, topk: int, batch
 
 
 def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, batch: int) -> Routed:
-    """Send every token to ``topk`` experts.
+    """Route every token to ``topk`` experts.
 
     Args:
         logits_TE: logits of the router, float32 (float64: everything is computed in float64).
@@ -81,6 +81,6 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, ba
 
 
 def _best(score_TE: torch.Tensor, topk: int) -> torch.Tensor:
-    """Which are a row's best, the first among ties."""
+    """Select each row's top-k, the first among ties."""
     best_TK = score_TE.detach().sort(dim=1, descending=True, stable=True).indices[:, :topk]
     return torch.zeros_like(score_TE, dtype=torch.bool).scatter(1, best_TK, True)

@@ -2,7 +2,7 @@
 
 Legend: as in :mod:`megacpp_mcore.ops.router.reference`.
 
-Selection is exact: scores come from PyTorch's own sigmoid, as Triton's rounds differently, and the bias is added to them once.
+Selection is exact: scores come from PyTorch's sigmoid, because Triton's rounds differently, and the bias is added once.
 Sums have a fixed reduction order.
 """
 
@@ -26,16 +26,14 @@ WARPS = 4
 
 
 def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, batch: int) -> Routed:
-    """Compute as the reference's function of this name does, in float32.
+    """Compute the reference's :func:`route` in float32.
 
     Raises:
-        ModelError: as the reference, or the logits are not float32.
+        ModelError: as in the reference, or the logits are not float32.
     """
     check(logits_TE, bias_E, topk, batch)
     if logits_TE.dtype != torch.float32:
-        raise ModelError(
-            f"the router's kernels were given logits of {logits_TE.dtype}; they take float32: use the reference"
-        )
+        raise ModelError(f"the router's kernels got {logits_TE.dtype} logits; they take float32: use the reference")
     bias_E = None if bias_E is None else bias_E.contiguous()
     return Routed(*Route.apply(logits_TE.contiguous(), bias_E, topk, batch))
 

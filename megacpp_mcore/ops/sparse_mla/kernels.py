@@ -1,7 +1,7 @@
-"""Triton kernels of sparse MLA: one program has one query with all heads of the launch, and gathers its selected keys.
+"""Triton kernels of sparse MLA: one program handles one query with all heads of the launch, and gathers its selected keys.
 
 In forward the rows of a score tile are heads, so that the softmax runs along a row. In backward they are keys, so that
-probabilities and gradients of scores already have the register layout of the next products' operands.
+probabilities and score gradients already have the register layout of the next products' operands.
 
 Legend: S queries, T keys, B batch, H heads, M heads of one launch rounded up to a power of two, K width of a query or key, V of
 its latent, which is the value, R of its rotary part (K = V + R), N selected keys, P columns of the index: N rounded up to a
@@ -22,7 +22,7 @@ KEYS = 64
 """Keys in one tile: the rows of a warp group's tensor-core product."""
 
 FEW = tl.constexpr(192)
-"""Queries with at most this many keys have their mean recomputed."""
+"""For queries with at most this many keys the mean is recomputed."""
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Initial running maximum. With −inf, a query that selects nothing would become NaN."""
@@ -39,7 +39,7 @@ def _here(x):
 
 @triton.jit
 def _load_halves(rows, mask, V: tl.constexpr, R: tl.constexpr):
-    """Load the latent and the rotary part of the rows that begin at ``rows`` [X, 1]; zeros where masked."""
+    """Load the latent and the rotary part of the rows at ``rows`` [X, 1]; zeros where masked."""
     v, r = tl.arange(0, V)[None, :], tl.arange(0, R)[None, :]
     return tl.load(rows + v, mask=mask, other=0.0), tl.load(rows + V + r, mask=mask, other=0.0)
 
@@ -52,9 +52,9 @@ def _halves(g):
 
 @triton.jit
 def _add(rows, g, mask, unit):
-    """Add ``g`` [X, Y] atomically to the rows that begin at ``rows`` [X, 1], half the columns at a time to save registers.
+    """Add ``g`` [X, Y] atomically to the rows at ``rows`` [X, 1], half the columns at a time to reduce register pressure.
 
-    With ``unit``, as integers of 1/unit, whose sums do not depend on the order.
+    With ``unit``, as integers in multiples of 1/unit: integer sums do not depend on the order.
     """
     Y: tl.constexpr = g.shape[1]
     left, right = _halves(g)
@@ -84,7 +84,7 @@ def _add_integers(rows, g, mask):
 @triton.jit(do_not_specialize=["scale", "S", "H", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b"])
 def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s, q_b, q_h, kv_t, kv_b,
             M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
+    """Compute o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
 
     Grid: S, B. Heads: ``first`` to ``first + M - 1``, masked at H.
     """
@@ -116,7 +116,7 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
 def log2_scores(q_l, k_l, q_r, k_r, scale):
     """Compute the scores [M, KEYS] in units of log 2.
 
-    The two products are scaled separately and then added: if the second accumulated onto the first, Triton would have both
+    The two products are scaled separately and then added: if the second accumulated onto the first, Triton would make both
     halves of a program's warps compute all of the first.
     """
     return tl.dot(q_l, tl.trans(k_l)) * (scale * LOG2E) + tl.dot(q_r, tl.trans(k_r)) * (scale * LOG2E)
@@ -125,9 +125,9 @@ def log2_scores(q_l, k_l, q_r, k_r, scale):
 @triton.jit(do_not_specialize=["scale", "S", "H", "N", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b"])
 def sums(q_ptr, kv_ptr, index_ptr, sum_ptr, scale, S, H, N, P, first, q_s, q_b, q_h, kv_t, kv_b,
          M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Write, or add to it from the second group of heads on, the sum of probabilities over heads [B, S, N].
+    """Write the sum of probabilities over heads [B, S, N]; from the second group of heads on, add to it.
 
-    Grid and heads as forward.
+    Grid and heads as in forward.
     """
     s, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     h, n = first + tl.arange(0, M), tl.arange(0, KEYS)
@@ -162,10 +162,10 @@ def sums(q_ptr, kv_ptr, index_ptr, sum_ptr, scale, S, H, N, P, first, q_s, q_b, 
 def means(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, mean_ptr, scale,
           S, H, P, first, q_s, q_b, q_h, kv_t, kv_b, do_s, do_b, do_h,
           M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Compute the mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid as forward.
+    """Compute the mean of do·v over the keys, weighted by probability, times the scale, [B, S, H]. Grid as in forward.
 
-    Mathematically it is do·o. With few keys, where the mean cancels most of the gradient, the rounding of o is large beside
-    what is left: there the mean is recomputed.
+    Mathematically it is do·o. With few keys, where the mean cancels most of the gradient, the rounding of o is large compared
+    to the rest: there the mean is recomputed.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)
@@ -203,7 +203,7 @@ def backward(q_ptr, kv_ptr, index_ptr, mean_ptr, lse_ptr, do_ptr, dq_ptr, dkv_pt
              M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Write dq [S, B, H, K]; accumulate into dkv [T, B, K] and, if given, the sum of probabilities over heads [B, S, N].
 
-    Grid and heads as forward. dkv is float32; or, with ``unit``, a float32 on the device, int64 in multiples of 1/unit.
+    Grid and heads as in forward. dkv is float32; or, with ``unit``, a float32 on the device, int64 in multiples of 1/unit.
     """
     s, b, B = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     h, n, v = first + tl.arange(0, M), tl.arange(0, KEYS), tl.arange(0, V)

@@ -4,7 +4,7 @@ Shape legend: S queries, R queries of one chunk, T keys, B batch, H heads (of th
 (latent + rope), V width of the latent value, N selected keys per query.
 
 "Absorbed" means that the key up-projection has been moved into the query and the value up-projection after the
-attention: every head then reads the one latent key, whose first V numbers are also the value (DeepSeek-V2, arXiv
+attention: all heads then read one latent key, and its first V numbers are also the value (DeepSeek-V2, arXiv
 2405.04434, section 2.1.2).
 """
 
@@ -39,7 +39,7 @@ def _check_query_and_latent(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor) -> None:
 
 
 def check_attention(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, value_dim: int) -> None:
-    """Raise ModelError unless these are arguments of :func:`attend`."""
+    """Raise ModelError unless these are valid arguments of :func:`attend`."""
     _check_query_and_latent(q_SBHK, kv_TBK)
     num_queries, batch, _, width = q_SBHK.shape
     check_index(index_BSN, batch=batch, num_queries=num_queries)
@@ -48,7 +48,7 @@ def check_attention(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch
 
 
 class _Attend(torch.autograd.Function):
-    """Attention to selected keys, a chunk of queries at a time; only the inputs are kept for the backward pass."""
+    """Attention over selected keys, a chunk of queries at a time; only the inputs are saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -105,7 +105,7 @@ class _Attend(torch.autograd.Function):
 def _probabilities(
     q_RBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BRN: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one chunk of queries: ``q_BRHK``, the gathered ``kv_BRNK`` and ``p_BRHN``; kv already has the compute dtype."""
+    """Return ``q_BRHK``, the gathered ``kv_BRNK`` and ``p_BRHN`` of a chunk; kv already has the compute dtype."""
     q_BRHK = q_RBHK.to(kv_TBK.dtype).transpose(0, 1)
     batch_B11 = torch.arange(kv_TBK.shape[1], device=kv_TBK.device)[:, None, None]
     kv_BRNK = kv_TBK[index_BRN.clamp_min(0).long(), batch_B11]
@@ -125,20 +125,20 @@ def attend(
 ) -> torch.Tensor:
     """Attend to the selected keys only, in the absorbed multi-query form.
 
-    Computed in float32 (float64 inputs: in float64), differentiable in q and kv. Queries are taken in chunks that the
-    backward pass recomputes, so neither the gathered keys nor the scores are saved. Causality is the caller's:
+    Computed in float32 (float64 inputs: in float64), differentiable in q and kv. Queries are processed in chunks that
+    the backward pass recomputes, so neither the gathered keys nor the scores are saved. No causal mask is applied:
     every key in the index is attended to. Source: DeepSeek-V3.2 report, equation 2.
 
     Args:
         q_SBHK: absorbed queries, rope part included; may be strided.
         kv_TBK: latent keys, rope part included; the value is ``kv[..., :value_dim]``; may be strided.
-        index_BSN: keys of each query, int32, distinct within a row, -1 = none (in any column). A row of -1 alone has
+        index_BSN: keys of each query, int32, distinct within a row, -1 = none (in any column). A row of only -1 has
             output 0, probabilities 0 and zero gradients.
         softmax_scale: factor on q·k before the softmax.
         value_dim: V, from 1 to K.
-        sink: where the backward pass adds the attention probabilities, summed over these heads, ``[B, S, N]`` in the compute
-            dtype; None: nowhere. The forward pass does nothing for it.
-        query_chunk: queries in a chunk, or None to choose it (the result is the same but for rounding).
+        sink: buffer ``[B, S, N]`` in the compute dtype into which the backward pass accumulates the attention probabilities,
+            summed over these heads; None: not computed. The forward pass does not touch it.
+        query_chunk: queries per chunk, or None to choose it (the result is the same except for rounding).
 
     Returns:
         o_SBHV in the dtype of q, contiguous.
@@ -159,7 +159,7 @@ def summed_probabilities(
 ) -> torch.Tensor:
     """Compute the probabilities of :func:`attend`, summed over heads: ``[B, S, N]`` in the compute dtype, 0 without a key.
 
-    Arguments and errors as there.
+    Arguments and errors as in :func:`attend`.
     """
     check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     num_queries, batch, heads, width = q_SBHK.shape

@@ -1,12 +1,12 @@
 """Sparse MLA by Triton kernels on a GPU: :func:`megacpp_mcore.ops.sparse_mla.reference.attend`.
 
-Launches: for each :data:`HEADS` heads, one forward and two backward; for :data:`WIDE` widths, backward has up to four for each
+Launches: per :data:`HEADS` heads, one forward and two backward; for :data:`WIDE` widths, backward has up to four per
 chunk of queries and 2 · :data:`HEADS` heads. The output, the gradient of the queries and the sum of probabilities have a fixed
 reduction order. The gradient of a key is summed over the queries that selected it by float32 atomics, in no fixed order; under
-``torch.use_deterministic_algorithms`` in integers, whose sum does not depend on the order.
+``torch.use_deterministic_algorithms`` in integers, independent of the order.
 
 Legend: S queries, T keys, B batch, H heads, K width of a query or key, V of the latent value, N selected keys, P columns of the
-padded index, C queries of one chunk, D gradients of scores and probabilities of its heads, rounded up.
+padded index, C queries of one chunk, D score gradients and probabilities of its heads, rounded up.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megacpp_mcore.ops.sums import integer_unit
 from megacpp_mcore.ops.triton_launch import launch, options
 
 WIDE = ((576, 512),)
-"""Widths of a query and of its value that have separate kernels: DeepSeek's."""
+"""Widths of a query and of its value with separate kernels: DeepSeek's."""
 
 WIDTHS = ((128, 64), *WIDE)
-"""Widths of a query and of its value that the kernels are compiled for without a spill."""
+"""Widths of a query and of its value for which the kernels compile without register spills."""
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of queries and keys, the same for both."""
+"""Dtypes of queries and keys, the same for both."""
 
 HEADS = 64
-"""Most heads of one launch."""
+"""Maximum heads per launch."""
 
 FORWARD: dict[str, int] = {"KEYS": kernels.KEYS, "STAGES": 2, "num_warps": 4}
 MEANS = FORWARD | {"STAGES": 1}
@@ -50,13 +50,13 @@ WIDE_SUMS = WIDE_FORWARD | {"STAGES": 2}
 QUERIES = WIDE_FORWARD | {"STAGES": 5, "PARTS": 2}
 GRADIENTS = WIDE_FORWARD | options("keys", {"STAGES": 1, "W": 128})
 WIDE_LAUNCHES = (WIDE_FORWARD, SCORES, QUERIES, GRADIENTS, WIDE_SUMS)
-"""Launch options for :data:`WIDE` widths: of those without a spill in any kernel, the fewest cycles by estimate.
+"""Launch options for :data:`WIDE` widths: among those without spills in any kernel, the fewest estimated cycles.
 
 On an H200, 4096 queries of 128 heads and 2048 keys: 5.5 ms forward, 21.7 with backward, 26.3 in deterministic mode."""
 
 SCRATCH = 2**28
-"""Most bytes of a chunk's probabilities and gradients of scores, unless one query needs more: 256 queries of 128 heads and
-2048 keys, of which an H200 runs 132 at a time, one per multiprocessor."""
+"""Maximum bytes of a chunk's probabilities and score gradients, unless one query needs more: 256 queries of 128 heads and
+2048 keys; an H200 runs 132 of them at a time, one per multiprocessor."""
 
 
 def attend(
@@ -69,7 +69,7 @@ def attend(
     sink: TargetSum | None = None,
     query_chunk: int | None = None,
 ) -> torch.Tensor:
-    """Compute as the reference's function of this name does, in bfloat16 or float16.
+    """Compute the reference's :func:`attend` in bfloat16 or float16.
 
     Probabilities and the gradients of scores are rounded to the inputs' dtype before they are multiplied by keys and queries;
     all accumulators are float32. Saved for backward: the inputs (or their copies), the output, and one number per query and
@@ -81,8 +81,8 @@ def attend(
         query_chunk: ignored.
 
     Raises:
-        ModelError: as the reference; or dtypes that differ or are not in :data:`DTYPES`, widths not in :data:`WIDTHS`, or a
-            scale that is not positive.
+        ModelError: as in the reference; or dtypes differ or are not in :data:`DTYPES`, widths are not in :data:`WIDTHS`, or
+            the scale is not positive.
     """
     _check(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim)
     o_SBHV: torch.Tensor = SparseMLAKernels.apply(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim, sink)
@@ -95,7 +95,7 @@ def summed_probabilities(
 ) -> torch.Tensor:
     """Compute the probabilities of :func:`attend`, summed over heads: float32 ``[B, S, N]``, 0 without a key.
 
-    Arguments and errors as there. The same inputs give the same bits.
+    Arguments and errors as in :func:`attend`. The same inputs give the same bits.
     """
     _check(q_SBHK, kv_TBK, index_BSN, softmax_scale, value_dim)
     (S, B, H, K), V, N = q_SBHK.shape, value_dim, index_BSN.shape[2]
@@ -116,17 +116,17 @@ def _check(
     check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     if q_SBHK.dtype != kv_TBK.dtype or q_SBHK.dtype not in DTYPES:
         raise ModelError(
-            f"sparse MLA's kernels were given {q_SBHK.dtype} and {kv_TBK.dtype}; they take one of {DTYPES}, q and kv "
-            "alike: use the reference"
+            f"sparse MLA's kernels got q in {q_SBHK.dtype} and kv in {kv_TBK.dtype}; they take one of {DTYPES}, the same for "
+            "both: use the reference"
         )
     if (widths := (q_SBHK.shape[-1], value_dim)) not in WIDTHS:
         raise ModelError(
-            f"sparse MLA's kernels were given widths {widths} of a query and of its value; they take one of {WIDTHS}: use the "
+            f"sparse MLA's kernels got widths {widths} of a query and of its value; they take one of {WIDTHS}: use the "
             "reference"
         )
     if softmax_scale <= 0:
         raise ModelError(
-            f"softmax_scale is {softmax_scale}; sparse MLA's kernels take a positive one: use the reference"
+            f"softmax_scale is {softmax_scale}; sparse MLA's kernels need a positive one: use the reference"
         )
 
 
@@ -160,7 +160,7 @@ class SparseMLAKernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_SBHV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients of q and kv; adds the probabilities, summed over heads, to the sink."""
+        """Compute the gradients of q and kv; add the probabilities, summed over heads, to the sink."""
         q_SBHK, kv_TBK, index_BSN, index_BSP, o_SBHV, lse_BSH = ctx.saved_tensors
         do_SBHV = aligned(do_SBHV)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -190,7 +190,7 @@ def _backward(
     softmax_scale: float,
     selected: int,
 ) -> torch.Tensor:
-    """Return dq; accumulate into dkv (with a unit, in integers of 1/unit) and into the sum of probabilities.
+    """Return dq; accumulate into dkv (with a unit, as integers in multiples of 1/unit) and into the sum of probabilities.
 
     For :data:`WIDE` widths, a chunk of queries at a time.
     """
@@ -234,18 +234,18 @@ def _backward(
 
 
 def _padded(index_BSN: torch.Tensor) -> torch.Tensor:
-    """Pad the index to whole tiles of columns by -1."""
+    """Pad the index with -1 to whole tiles of columns."""
     missing = -index_BSN.shape[2] % kernels.KEYS
     return torch.nn.functional.pad(index_BSN, (0, missing), value=-1) if missing else index_BSN.contiguous()
 
 
 def _rows(heads: int, second: int) -> int:
-    """Heads of a launch with ``heads`` left, rounded up to 16 (a tensor core's least), ``second`` or :data:`HEADS`."""
+    """Return the heads of a launch with ``heads`` left, rounded up to 16 (tensor-core minimum), ``second`` or HEADS."""
     return next(rows for rows in (16, second, HEADS) if rows >= min(heads, HEADS))
 
 
 def _all_rows(heads: int) -> int:
-    """Heads of one launch of ``queries`` and ``keys`` (up to two of ``scores``), with ``heads`` left, rounded up."""
+    """Return the heads of one launch of ``queries`` and ``keys`` (up to two of ``scores``), with ``heads`` left, rounded up."""
     least: int = options("all_rows", {"LEAST": 1})["LEAST"]
     return 2 * HEADS if heads > HEADS else _rows(max(heads, least), HEADS)
 
@@ -253,9 +253,9 @@ def _all_rows(heads: int) -> int:
 def _integer_scale(
     q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float
 ) -> torch.Tensor:
-    """Return the integer that stands for 1 in the sum of a key's gradient; NaN or 0 where an input is not finite.
+    """Return the integer that represents 1 in the sum of a key's gradient; NaN or 0 if an input is not finite.
 
-    Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are some 2^30
+    Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are about 2^30
     below the bound, and then still have 30 bits, more than float32.
     """
     q, kv, do = (

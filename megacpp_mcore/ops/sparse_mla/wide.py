@@ -1,12 +1,12 @@
-"""Triton kernels of sparse MLA for wide latents: DeepSeek's 512 columns beside 64 rotary ones.
+"""Triton kernels of sparse MLA for wide latents: DeepSeek's 512 columns plus 64 rotary ones.
 
-One program has one query and eight warps. In forward it has 64 heads, whose output accumulator takes half of its registers. In
-backward a query, its output's gradient, a tile of keys and the accumulator of the query's gradient do not fit together:
-``scores`` writes probabilities and gradients of scores for a chunk of queries, from which ``queries`` and ``keys`` compute the
+One program has one query and eight warps. In forward it has 64 heads, and their output accumulator takes half of the registers.
+In backward a query, its output's gradient, a tile of keys and the accumulator of the query's gradient do not fit together:
+``scores`` writes probabilities and score gradients for a chunk of queries, from which ``queries`` and ``keys`` compute the
 gradients of queries and keys. These two handle the heads of two launches of ``scores``, so that keys are gathered and their
-gradients added once, but only a part of the columns per program.
+gradients added only once, but only a part of the columns per program.
 
-Loops use ``disable_licm`` where hoisting would hold the addresses of every operand in registers, and spill.
+Loops use ``disable_licm`` where hoisting would hold the addresses of all operands in registers, and spill.
 
 Legend: as in :mod:`megacpp_mcore.ops.sparse_mla.kernels`; C queries of one chunk, ALL heads of a chunk, rounded up, M heads of
 one launch of ``scores``, W columns of a slice of the latent.
@@ -31,7 +31,7 @@ SPAN = tl.constexpr(1024)
 
 @triton.jit
 def _columns(index_row, P):
-    """How many keys the row selects, and the columns up to the last one, in whole tiles: nothing is computed beyond."""
+    """Return how many keys the row selects, and the columns up to the last one, in whole tiles: later ones are skipped."""
     i = tl.arange(0, SPAN)
     count, end = tl.zeros([SPAN], tl.int32), tl.zeros([SPAN], tl.int32)
     for start in tl.range(0, P, SPAN):
@@ -43,20 +43,20 @@ def _columns(index_row, P):
 
 @triton.jit
 def _load_keys(index_row, kv_ptr, kv_t, start, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr):
-    """Which of the KEYS columns from ``start`` on have a key, and the keys' latents and rotary parts."""
+    """Return which of the KEYS columns from ``start`` on have a key, and the keys' latents and rotary parts."""
     return _gather(tl.load(index_row + start + tl.arange(0, KEYS)), kv_ptr, kv_t, V, R)
 
 
 @triton.jit
 def _gather(key, kv_ptr, kv_t, V: tl.constexpr, R: tl.constexpr):
-    """Which keys exist (are not negative), and their latents and rotary parts."""
+    """Return which keys are valid (not negative), and their latents and rotary parts."""
     k_l, k_r = _load_halves(kv_ptr + key.to(tl.int64)[:, None] * (kv_t * 8), (key >= 0)[:, None], V, R)
     return key >= 0, k_l, k_r
 
 
 @triton.jit
 def _index(index_row, start, end, KEYS: tl.constexpr):
-    """KEYS columns of the index from ``start`` on; -1 from ``end`` on."""
+    """Load KEYS columns of the index from ``start`` on; -1 from ``end`` on."""
     i = start + tl.arange(0, KEYS)
     return tl.load(index_row + i, mask=i < end, other=-1)
 
@@ -64,7 +64,7 @@ def _index(index_row, start, end, KEYS: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "S", "H", "P", "first", "q_s", "q_b", "q_h", "kv_t", "kv_b"])
 def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s, q_b, q_h, kv_t, kv_b,
             M: tl.constexpr, V: tl.constexpr, R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
+    """Compute o [S, B, H, V], and lse [B, S, H]: the log2 of a softmax's denominator, inf where nothing is selected.
 
     Grid: S, B. Heads: ``first`` to ``first + M - 1``, masked at H.
     """
@@ -79,9 +79,9 @@ def forward(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, scale, S, H, P, first, q_s
     _selected, end = _columns(index_ptr, P)
     for start in tl.range(0, end, KEYS, num_stages=STAGES, disable_licm=True):
         seen, k_l, k_r = _load_keys(index_ptr, kv_ptr, kv_t, start, V, R, KEYS)
-        # The branch is always taken. It hides the scores from the product with p, for whose layout Triton would otherwise have
-        # both halves of the program's warps compute all scores. The other value of p must be no constant, which would be kept
-        # in memory.
+        # The branch is always taken. It hides the scores from the product with p: otherwise Triton, for that product's layout,
+        # would make both halves of the program's warps compute all scores. The other value of p must not be a constant, which
+        # would be kept in memory.
         p, shrink = (start + tl.zeros([M, KEYS], tl.int32)).to(k_l.dtype), total
         if start < end:
             x = log2_scores(q_l, k_l, q_r, k_r, scale)
@@ -165,7 +165,7 @@ def scores(q_ptr, kv_ptr, index_ptr, o_ptr, lse_ptr, do_ptr, d_ptr, sum_ptr, sca
 def queries(kv_ptr, index_ptr, d_ptr, dq_ptr, S, H, P, begin, first, kv_t, kv_b,
             ALL: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
             KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dq [S, B, H, K] of a chunk's queries and ALL heads. Grid: C, B, PARTS equal parts of the columns."""
+    """Compute dq [S, B, H, K] of a chunk's queries and ALL heads. Grid: C, B, PARTS equal parts of the columns."""
     row, b, B, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1), tl.program_id(2)
     s = (begin + row).to(tl.int64)
     v, r = part * (V // PARTS) + tl.arange(0, V // PARTS), V + part * (R // PARTS) + tl.arange(0, R // PARTS)
@@ -196,7 +196,7 @@ def keys(q_ptr, index_ptr, do_ptr, d_ptr, dkv_ptr, unit_ptr,
          S, H, P, begin, first, q_s, q_b, q_h, do_s, do_b, do_h,
          ALL: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
          KEYS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Accumulate into dkv [T, B, K] the contributions of a chunk's queries and ALL heads. Grid as queries.
+    """Accumulate into dkv [T, B, K] the contributions of a chunk's queries and ALL heads. Grid as in queries.
 
     dkv is float32; or, with ``unit``, a float32 on the device, int64 in multiples of 1/unit.
     """

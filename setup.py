@@ -1,4 +1,4 @@
-"""Packaging of megacpp-mcore: one import package, optional parts as extras, nothing fetched under a borrowed name."""
+"""Packaging of megacpp-mcore: one import package, optional parts as extras, no look-alike packages from PyPI."""
 
 import atexit
 import re
@@ -27,7 +27,7 @@ EXTRAS = {
         "transformers>=5.8",
     ],  # for --tokenizer DIR: here and in Megatron's HuggingFaceTokenizer
     "liger": ["liger-kernel==0.8.5"],
-    # Both want apache-tvm-ffi >= 0.1.11 between them, which the tilelang of `ssm` excludes: no environment has all three.
+    # Together they need apache-tvm-ffi >= 0.1.11, which the tilelang of `ssm` excludes: no environment has all three.
     "quack": ["quack-kernels[cu13]==0.6.5"],
     "flash4": ["flash-attn-4[cu13]==4.0.0b36"],
     # Megatron-Bridge itself comes by `pip install --no-deps -r requirements/bridge.txt`: with its dependencies, pip
@@ -68,18 +68,18 @@ EXTRAS = {
 
 
 def version() -> str:
-    """The version that the package states, read without importing it."""
+    """Read the package's version without importing the package."""
     text = (ROOT / "megacpp_mcore" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
-    if found is None:
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
         raise RuntimeError('megacpp_mcore/__init__.py has no line of the form __version__ = "1.2.3"')
-    return found[1]
+    return match[1]
 
 
 MOUNTED = [f"megacpp_mcore/{name}" for name in ("layer_specs", "nemo_recipes", "patches")]
-if lost := [name for name in MOUNTED if not (ROOT / name).is_dir()]:
+if missing := [name for name in MOUNTED if not (ROOT / name).is_dir()]:
     raise RuntimeError(
-        f"{', '.join(lost)}: expected symbolic links to folders; git or an archive tool that writes no links made this copy. "
+        f"{', '.join(missing)}: expected symbolic links to folders; git or an archive tool made this copy without links. "
         "In a clone on Linux or WSL: `git config core.symlinks true && git checkout -- megacpp_mcore`, then install again"
     )
 
@@ -98,15 +98,15 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=VERSIONS["PYTHON"],
-    # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, and found through them.
+    # The folders layer_specs, patches and nemo_recipes are mounted in the package by symlinks, which find_packages follows.
     packages=find_packages(include=["megacpp_mcore*"]),
     package_data={"megacpp_mcore": ["py.typed", "model/*.yaml", "commands/report_page.html"]},
     install_requires=[
-        "Jinja2>=3.1",  # which torch brings, too
+        "Jinja2>=3.1",  # torch requires it, too
         f"megatron-core{VERSIONS['MEGATRON_CORE']}",
         "numpy",
         "packaging>=24.2",
-        "psutil",  # megatron-core imports it to save a torch_dist checkpoint, and does not ask for it
+        "psutil",  # megatron-core imports it to save a torch_dist checkpoint, but does not require it
         "PyYAML>=6",
         f"torch{VERSIONS['TORCH']}",
     ],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class MegacppError(Exception):
-    """Base of every error that megacpp-mcore raises on purpose; names in it cannot steer a terminal.
+    """Base of every error that megacpp-mcore raises on purpose; control characters in it are escaped.
 
-    ``code`` tells apart causes of one class that name no value of their own; it stays when the words change.
+    ``code`` distinguishes causes of one class that name no value of their own; it is stable when the wording changes.
     """
 
     def __init__(self, *args: object, code: str = "") -> None:
@@ -14,7 +14,7 @@ class MegacppError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in super().__str__())
+        return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in super().__str__())
 
 
 class PatternError(MegacppError, ValueError):

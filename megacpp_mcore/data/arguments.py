@@ -20,7 +20,7 @@ from megacpp_mcore.util import flags
 
 SPLIT_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
 DATA_FLAGS = ("--data-path", *SPLIT_FLAGS)
-"""Flags whose values are prefixes, or alternating weights and prefixes."""
+"""Flags that take prefixes, or alternating weights and prefixes."""
 _FORMS = (("--data-path",), ("--data-args-path",), SPLIT_FLAGS, ("--per-split-data-args-path",))
 """The ways to name datasets, of which Megatron accepts one: the first two are split by ``--split``, the others already are."""
 
@@ -28,7 +28,7 @@ _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's, with only --data-path
 _DEFAULT_EVAL_ITERS = "100"
 _SHARES = ("training", "validation", "test")
 
-_UNBOUNDED = 2**31  # where only Megatron's own tokenizer knows its size, the ids are bounded only by the manifest
+_UNBOUNDED = 2**31  # if only Megatron's own tokenizer knows its size, the ids are bounded only by the manifest
 
 
 class Blend(NamedTuple):
@@ -123,8 +123,8 @@ def cache_words(arguments: Sequence[str]) -> list[str]:
 
     Stock names a cache after the dataset's path and the run's settings, not after its contents (megatron-core 0.19.2,
     ``core/datasets/gpt_dataset.py``), and reads whatever has that name: after a dataset is replaced at its path, training
-    would go on with the old one's document indices. So the folder is named after the manifests; old ones are never removed.
-    It lies in the one that ``--data-cache-path`` names, by default beside the first dataset, as in stock.
+    would continue with the old one's document indices. So the folder is named after the manifests; old ones are never removed.
+    It lies in the folder of ``--data-cache-path``, by default next to the first dataset, as in stock.
 
     Raises:
         DataError: a manifest is missing or damaged.
@@ -168,7 +168,7 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
 
 
 def _check_forms(given: flags.Flags) -> None:
-    """Refuse datasets named in two ways, and a ``--split`` that stock refuses or misreads."""
+    """Reject datasets named in two ways, and a ``--split`` that stock rejects or misreads."""
     named = ["/".join(flag for flag in form if given.get(flag)) for form in _FORMS]
     if len(forms := [form for form in named if form]) > 1:
         raise DataError(
@@ -189,7 +189,7 @@ def _check_forms(given: flags.Flags) -> None:
 
 
 def _check_sets(named: Sequence[Blend], given: flags.Flags) -> None:
-    """Refuse to train or evaluate on nothing: stock ends at once with status 0, or at the first evaluation in a TypeError."""
+    """Reject training or evaluation without data: stock exits at once with status 0, or with a TypeError when it evaluates."""
     iterations = flags.first(given, "--eval-iters") or _DEFAULT_EVAL_ITERS
     option = "--full-validation" if "--full-validation" in given else f"--eval-iters {iterations}"
     split, is_split = flags.first(given, "--split") or _DEFAULT_SPLIT, named[0].flag not in SPLIT_FLAGS
@@ -210,10 +210,10 @@ def _shares(text: str) -> list[float | None]:
 
 
 def _check_shares(datasets: Sequence[tuple[str, float | None]], split: str) -> None:
-    """Refuse a share of a split that gets no document: Megatron would count epochs of nothing forever.
+    """Reject a share of a split that gets no documents: Megatron would count its epochs forever.
 
     Bounds are rounded as in megatron-core 0.19.2, ``core/datasets/blended_megatron_dataset_builder.py``. In a blend without
-    weights, of which Megatron counts no epochs, a dataset may lack a share that another one has.
+    weights, where Megatron does not count epochs, a dataset may lack a share that another one has.
     """
     shares = [share or 0.0 for share in _shares(split)]
     bounds = [0.0, *itertools.accumulate(share / sum(shares) for share in shares)]

@@ -23,8 +23,8 @@ STDLIB_SPLIT = "train=0.95,heldout=0.05"
 def find_stdlib_sources() -> list[Source]:
     """Return the ``.py`` files of the standard library, about 9 MB, sorted by path relative to it.
 
-    Left out: tests, IDLE, lib2to3, bundled and installed packages; ``encodings``, whose generated tables are so much
-    alike that a held-out one would be known from the others; and the ``_sysconfigdata`` modules and ``config-*``
+    Excluded: tests, IDLE, lib2to3, bundled and installed packages; ``encodings``, because its generated tables are so
+    similar that training on some would leak the held-out ones; and the ``_sysconfigdata`` modules and ``config-*``
     folders, which describe one build. The same Python release gives the same corpus on every machine, except for a
     distributor's changes.
 
@@ -43,14 +43,14 @@ def find_stdlib_sources() -> list[Source]:
 def prepare_stdlib_corpus(output_prefix: str, *, workers: int = 1, overwrite: bool = False) -> tuple[str, str]:
     """Prepare the standard library as byte datasets, split by file, and return the train and held-out prefixes.
 
-    An existing corpus that is whole and of this Python stays.
+    An existing corpus that is complete and from this Python release is kept.
 
     Raises:
         DataError: as :func:`megacpp_mcore.data.prepare.prepare` does.
     """
     command = f"megacpp-mcore data corpus --output DIR  # Python {platform.python_version()}"
     prefixes = f"{output_prefix}_train", f"{output_prefix}_heldout"
-    with contextlib.suppress(DataError):  # none, or a damaged one, which is refused below
+    with contextlib.suppress(DataError):  # none, or a damaged one, which is rejected below
         if not overwrite and all(verify(prefix).command == command for prefix in prefixes):
             return prefixes
     plan = Plan(

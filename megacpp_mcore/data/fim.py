@@ -47,7 +47,7 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
             "tokens that --fim-prefix-token … --fim-eod-token name, and a dataset prepared with it"
         )
     if tokenizer is None:
-        return f"the tokens of --fim-data are not checked, for want of a way to read the tokenizer {kind}"
+        return f"the tokens of --fim-data are not checked: the tokenizer {kind} cannot be read here"
     named = {flag: flags.first(given, flag) or default for flag, default in TOKENS.items()}
     if separator := flags.first(given, _SPLIT):
         named[_SPLIT] = separator
@@ -55,7 +55,7 @@ def check(given: flags.Flags, tokenizer: HuggingFaceTokenizer | None) -> str | N
 
 
 def _find(tokenizer: HuggingFaceTokenizer, named: Mapping[str, str]) -> dict[str, int]:
-    """Find the ids of the tokens that the dataset inserts between the parts of a document, by token."""
+    """Return, by token, the ids of the tokens that the dataset inserts between the parts of a document."""
     ids = {flag: id_ for flag, token in named.items() if (id_ := tokenizer.token_id(token)) is not None}
     if unknown := [f"{flag} {token}" for flag, token in named.items() if flag not in ids]:
         raise DataError(

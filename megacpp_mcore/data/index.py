@@ -3,7 +3,7 @@
 The ``.idx`` layout (megatron-core 0.19.2, ``core/datasets/indexed_dataset.py``), little-endian: magic of 9 bytes,
 version u64 = 1, token type u8, number of sequences S u64, number of document bounds D u64; then S lengths (i32, in
 tokens), S pointers (i64, byte offsets into the ``.bin``) and D document bounds (i64, indices of sequences, from 0).
-Stock reads the counts without asking whether they fit the file; here they are checked before anything is allocated.
+Stock does not check that the counts fit the file; here they are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_index(prefix: str) -> DatasetIndex:
     """Read ``prefix.idx`` and check it in itself and against the size of ``prefix.bin``.
 
     Raises:
-        DataError: a file is missing, or the index is not a whole and consistent one for this ``.bin``.
+        DataError: a file is missing, or the index is incomplete or inconsistent with this ``.bin``.
     """
     bin_size = size_of(prefix + ".bin")
     index = _read_arrays(prefix, size_of(prefix + ".idx"))
@@ -96,7 +96,7 @@ def size_of(path: str) -> int:
 
 
 def _read_arrays(prefix: str, idx_size: int) -> DatasetIndex:
-    """Read the three arrays of an index whose counts fit its size."""
+    """Read the three arrays of an index, after checking that its counts fit its size."""
     path = prefix + ".idx"
     with require_readable(path), open(path, "rb") as stream:
         header = stream.read(HEADER_BYTES)
@@ -122,7 +122,7 @@ def _read_arrays(prefix: str, idx_size: int) -> DatasetIndex:
 
 
 def _check_arrays(index: DatasetIndex) -> None:
-    """Refuse lengths, pointers and document bounds that disagree, naming the first place."""
+    """Raise DataError if lengths, pointers and document bounds disagree, naming the first place."""
     path, bounds = index.prefix + ".idx", index.bounds
     for number in np.flatnonzero(index.lengths_S < 0)[:1]:
         raise _damaged(path, f"length {index.lengths_S[number]} for sequence {number}", "0 or more")

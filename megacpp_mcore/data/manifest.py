@@ -148,7 +148,7 @@ def write_manifest(
     """Read the files at ``prefix`` back, check them, write their manifest in one step, and return it.
 
     Raises:
-        DataError: the files are no dataset of this vocabulary with this end of document, or the folder cannot be written.
+        DataError: the files are not a dataset of this vocabulary and end of document, or the folder is not writable.
     """
     index, path = read_index(prefix), manifest_path(prefix)
     sha256, least, largest = _scan_tokens(index)
@@ -219,7 +219,7 @@ def _scan_tokens(index: DatasetIndex) -> tuple[str, int, int]:
 
 
 def _check_ends(index: DatasetIndex, eod_id: int | None) -> None:
-    """Refuse a document that does not end with ``eod_id``; None: the dataset's ends are not known, and not checked."""
+    """Raise DataError if a document does not end with ``eod_id``; None: ends are unknown and not checked."""
     last = index.read_last_tokens() if eod_id is not None else np.empty(0)
     wrong = np.flatnonzero(last != eod_id)
     if wrong.size:
@@ -302,7 +302,7 @@ def _mismatch(path: str, found: str, expected: str) -> DataError:
 
 
 def _hash_once(path: str) -> str:
-    """Return the SHA-256 of a ``.bin``, cached beside it for as long as the file system says it is the same file."""
+    """Return the SHA-256 of a ``.bin``, cached next to it for as long as the file system reports the same file."""
     cache = path.removesuffix(".bin") + ".verified.json"
     with require_readable(path):
         status = os.stat(path)
@@ -313,6 +313,6 @@ def _hash_once(path: str) -> str:
         if known["identity"] == identity and isinstance(known["sha256"], str):
             return str(known["sha256"])
     digest = hash_file(path)
-    with suppress(OSError):  # if no file can be written beside it, the dataset is hashed at every start
+    with suppress(OSError):  # if no file can be written next to it, the dataset is hashed at every start
         replace(cache, json.dumps({"identity": identity, "sha256": digest}).encode())
     return digest

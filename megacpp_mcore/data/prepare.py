@@ -52,7 +52,7 @@ PIECE_BYTES = 16 << 20
 _MAX_DOCUMENT_TOKENS = 2**31 - 1
 _SECONDS = 10.0
 _BUILT = "dataset"
-"""What the names of files being built begin with."""
+"""Prefix of the names of files being built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
 
 @contextmanager
 def _building(prefix: str) -> Iterator[Path]:
-    """Hold the folder in which this process alone builds ``prefix``."""
+    """Hold the folder in which only this process builds ``prefix``."""
     folder = Path(prefix + ".unfinished")
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / "lock"
@@ -193,7 +193,7 @@ def _building(prefix: str) -> Iterator[Path]:
             finally:
                 _clear(folder)
                 lock.unlink(missing_ok=True)  # still locked: other processes do not wait but are refused
-                with suppress(OSError):  # files that are not ours stay, and so does their folder
+                with suppress(OSError):  # files that are not ours are kept, and so is their folder
                     folder.rmdir()
     except filelock.Timeout as error:
         raise DataError(
@@ -327,7 +327,7 @@ def _without_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _ignored_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, which Python handles only in its main thread: for a moment after which all is done."""
+    """Ignore SIGINT, which Python handles only in its main thread, during the last moments of the work."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -23,7 +23,7 @@ def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def refuse_remote(*paths: str | os.PathLike[str]) -> None:
-    """Raise DataError if one of the paths is of an object store, such as ``s3://bucket/corpus``."""
+    """Raise DataError if a path is in an object store, such as ``s3://bucket/corpus``."""
     if far := next((path for path in paths if "://" in os.fspath(path)), None):
         raise DataError(
             f"{os.fspath(far)} is in an object store, whose files cannot be checked against a manifest; expected a path of a "

@@ -27,7 +27,7 @@ def unigram_bits_per_byte(prefix: str) -> float:
     """Return the empirical unigram entropy of the bytes of a byte dataset, in bits per byte.
 
     That is ``-Σ_b p_b log2 p_b`` with ``p_b`` the share of byte ``b`` among *these* bytes: the minimum for a model
-    without context, because it is fitted to the very bytes it is scored on. Specials are not counted.
+    without context, because it is fitted to the bytes it is scored on. Specials are not counted.
 
     Raises:
         DataError: the dataset is damaged, was not made with the byte tokenizer, or holds no bytes.
@@ -60,9 +60,9 @@ def entropy(counts: npt.NDArray[np.int64]) -> float:
 
 @dataclass
 class BitsPerByte:
-    """A running score: nats summed over predicted tokens, and the text bytes that those tokens stand for.
+    """A running score: nats summed over predicted tokens, and the text bytes of those tokens.
 
-    Only tokens whose loss is in ``nats`` may have their bytes in ``bytes``: the first token of a sequence is context,
+    Count bytes only for tokens with a loss in ``nats``: the first token of a sequence is context,
     not a prediction. For a byte model the bytes are the sum of :func:`byte_counts` of the labels with loss mask 1.
     """
 

@@ -43,9 +43,9 @@ LEFT_OUT = (".*", "__pycache__")
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """One input file; ``relative`` is its POSIX path below the INPUT that led to it, and its name everywhere else.
+    """One input file; ``relative`` is its POSIX path below the INPUT that contains it, and its name everywhere else.
 
-    ``identity``, device and inode, tells whether two paths lead to one file.
+    ``identity``, device and inode, shows whether two paths are the same file.
     """
 
     relative: str
@@ -106,7 +106,7 @@ def make_source(path: Path, relative: str) -> Source:
         ) from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(
-            f"{path} is {stat.filemode(status.st_mode)}, no regular file; expected one, which can be read twice: write the "
+            f"{path} is {stat.filemode(status.st_mode)}, not a regular file; expected one, which can be read twice: write the "
             "text to one, or remove this from the input"
         )
     return Source(relative, str(path), status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
@@ -180,7 +180,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _refuse_twice(sources: Sequence[Source]) -> None:
-    """Raise when two sources have one name, or are one file, whose text could then be on both sides of a split."""
+    """Raise DataError if two sources have one name or are one file: its text could be on both sides of a split."""
     first: dict[str | tuple[int, int], Source] = {}
     for source in sources:
         for key, what in ((source.relative, "have one relative path"), (source.identity, "are one file")):
@@ -252,9 +252,9 @@ def _table(source: Source) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _whole(source: Source) -> Iterator[None]:
-    """Turn what the readers of packed files raise, without a number of the operating system, into a DataError.
+    """Turn errors of the readers of packed files, which have no errno, into a DataError.
 
-    Those of pyarrow are ValueErrors and OSErrors.
+    pyarrow raises ValueErrors and OSErrors.
     """
     try:
         yield
@@ -280,9 +280,9 @@ def _arrow(name: str, source: Source) -> Any:
 def read_documents(
     piece: Piece, skipped: list[Skipped] | None, json_key: str = JSON_KEY
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield the documents that begin in ``piece``: the key whose hash decides the side of a split, and the UTF-8 text.
+    """Yield the documents that begin in ``piece``: the key that is hashed to choose the side of a split, and the UTF-8 text.
 
-    ``skipped`` takes what cannot be decoded; None raises instead. ``json_key`` is the key of the text in JSON lines.
+    ``skipped`` collects what cannot be decoded; None raises instead. ``json_key`` is the key of the text in JSON lines.
 
     Raises:
         DataError: the file cannot be read, or holds something other than UTF-8 text (or JSON lines with that key), or JSON
@@ -296,7 +296,7 @@ def read_documents(
         yield from _read_lines(piece, io.BytesIO(piece.lines), skipped, json_key)
         return
     if (name := source.relative.lower().removesuffix(".gz").removesuffix(".zst")).endswith(_UNKNOWN):
-        _refuse(source, 0, f"{os.path.splitext(name)[1]} is no text; unpack it first", skipped)
+        _refuse(source, 0, f"{os.path.splitext(name)[1]} is not text; unpack it first", skipped)
         return
     with _opened(source) as (_, stream):
         if source.are_lines:
@@ -323,7 +323,7 @@ def read_documents(
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object in ``line``; empty where there is none."""
+    """Parse the JSON object in ``line``; empty if there is none."""
     if line.startswith(b"{"):
         with suppress(ValueError, RecursionError):
             return dict(json.loads(line))
@@ -345,7 +345,7 @@ def _read_lines(
         if piece.lines is None and offset >= piece.stop:
             return
         if line.strip() and (text := _parse_line(piece.source, line, offset, skipped, json_key)):
-            # A line has no name of its own. Its text names it, so copies of one text fall on one side of a split.
+            # A line has no name: its text is the key, so copies of one text fall on one side of a split.
             yield hashlib.sha256(text).hexdigest(), text
         offset += len(line)
 
@@ -374,7 +374,7 @@ def _read_rows(piece: Piece, skipped: list[Skipped] | None, column: str) -> Iter
                 _refuse(piece.source, row, f"byte {error.start} of its text is not UTF-8", skipped)
                 continue
         if not isinstance(value, str):
-            _refuse(piece.source, row, f"the value of {column!r} is a {type(value).__name__}, no string", skipped)
+            _refuse(piece.source, row, f"the value of {column!r} is a {type(value).__name__}, not a string", skipped)
         elif value:
             text = value.encode("utf-8")
             yield hashlib.sha256(text).hexdigest(), text
@@ -398,7 +398,7 @@ def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped]
 
 
 def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | None) -> None:
-    """Record what cannot be decoded, or raise when nothing may be skipped."""
+    """Record what cannot be decoded, or raise if nothing may be skipped."""
     if skipped is None:
         unit, expected = "byte offset", "JSON objects, one a line" if source.are_lines else "UTF-8 text"
         if source.is_table:
@@ -431,7 +431,7 @@ def parse_split(text: str) -> dict[str, float]:
 
 
 def choose_split(key: str, shares: Iterable[float]) -> int:
-    """Return the index of the share of ``shares`` in which the document called ``key`` falls; depends on nothing else."""
+    """Return the index of the share that the document ``key`` falls into; depends on nothing else."""
     position = int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2.0**64
     bounds = list(itertools.accumulate(shares))
     return min(bisect_right(bounds, position), len(bounds) - 1)

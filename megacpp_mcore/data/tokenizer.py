@@ -32,7 +32,7 @@ BYTE_VOCAB_SIZE = BYTE_COUNT + len(BYTE_SPECIALS)
 BYTE_EOD_ID = BYTE_SPECIALS["<|eod|>"]
 BYTE_PAD_ID = BYTE_SPECIALS["<|pad|>"]
 END = "<|endoftext|>"
-"""The end of a document in tokenizers that are trained here."""
+"""The end-of-document token of tokenizers that are trained here."""
 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -51,11 +51,11 @@ class ByteTokenizer:
         return bytes(one for one in ids if one < BYTE_COUNT).decode(errors="replace")
 
     def bytes_of(self, ids: Sequence[int]) -> int:
-        """Count the bytes of text that ``ids`` stand for; specials stand for none."""
+        """Count the bytes of text that ``ids`` represent; specials represent none."""
         return int((np.asarray(ids) < BYTE_COUNT).sum())
 
     def checksum(self) -> str:
-        """Return a SHA-256 over all that decides which ids a text gets: the vocabulary's description."""
+        """Return a SHA-256 over everything that determines a text's ids: the vocabulary's description."""
         description = json.dumps({"bytes": BYTE_COUNT, "specials": BYTE_SPECIALS}, sort_keys=True)
         return hashlib.sha256(description.encode()).hexdigest()
 
@@ -88,7 +88,7 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
             ) from error
-        # A saved truncation or padding is of the texts that it was saved with; transformers ignores both, too.
+        # A saved truncation or padding is for the texts that it was saved with; transformers ignores both, too.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
@@ -126,9 +126,9 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def bytes_of(self, ids: Sequence[int]) -> int:
-        """Count the UTF-8 bytes of the text of ``ids``: exact for tokenizers that give a text back, as byte-level ones do.
+        """Count the UTF-8 bytes of the text of ``ids``: exact for tokenizers that reproduce a text, as byte-level ones do.
 
-        Ends of documents stand for none; other specials are there because the text spells them.
+        Ends of documents count 0; other specials are there because the text spells them.
         """
         ids_N = np.asarray(ids, dtype=np.int64)
         documents = np.split(ids_N, np.flatnonzero(ids_N == self.eod_id))
@@ -167,7 +167,7 @@ def train(
 ) -> HuggingFaceTokenizer:
     """Train a byte-level BPE on the documents that ``data prepare`` would take, and write it to ``folder``, which must be new.
 
-    Every text has ids, and these give the text back. :data:`END` ends documents and has id 0. There are fewer than
+    Every text can be encoded and decoded without loss. :data:`END` ends documents and has id 0. There are fewer than
     ``vocab_size`` ids where the text has no more pairs; other arguments are as for :func:`megacpp_mcore.data.prepare.prepare`.
 
     Raises:
@@ -228,7 +228,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer called ``name``: ``byte``, or the path of a local Hugging Face folder.
+    """Return the tokenizer ``name``: ``byte``, or the path of a local Hugging Face folder.
 
     Raises:
         DataError: ``name`` is neither.
@@ -274,7 +274,7 @@ def end_of_document(prefixes: Sequence[str]) -> int | None:
     eod = load_manifest(prefix).tokenizer["eod_id"]
     if eod is None:
         raise DataError(
-            f"{prefix} was adopted without an end-of-document id, and Megatron's NullTokenizer needs one; say it with "
+            f"{prefix} was adopted without an end-of-document id, and Megatron's NullTokenizer needs one; set it with "
             f"`megacpp-mcore data verify --adopt --eod-id ID {prefix}`"
         )
     return int(eod)

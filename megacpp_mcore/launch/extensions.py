@@ -1,7 +1,7 @@
-"""Stale locks of PyTorch's extension builds: taken away if a launch of this package left it, named otherwise.
+"""Stale locks of PyTorch's extension builds: removed if a launch of this package left them, reported otherwise.
 
-``torch.utils.cpp_extension`` (2.11) locks a build by creating the file ``lock``, and waits without end while it exists; a
-killed process leaves it. Megatron builds one such extension in training: where it recomputes outputs.
+``torch.utils.cpp_extension`` (2.11) locks a build by creating the file ``lock``, and waits forever while it exists; a
+killed process leaves it behind. Megatron builds one such extension in training, for output recompute.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megacpp_mcore.util import console
 from megacpp_mcore.util.stand_in import stand_in
 
 _MARK = b"held by flock"
-"""Content of a lock whose holder has the kernel's lock of the file, too: on any host, that one ends with the process."""
+"""Content of a lock that its holder also locked with flock, which on any host is released when the process ends."""
 
 
 def stale_locks_removed() -> contextlib.AbstractContextManager[Any]:
-    """For the duration, build extensions despite a dead process's lock, and name a lock that is waited for."""
+    """Within the context, remove a dead process's lock on an extension build, and report a lock that is waited for."""
     from torch.utils.file_baton import FileBaton
 
     return stand_in(FileBaton, "try_acquire", _try_acquire)

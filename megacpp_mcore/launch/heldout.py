@@ -53,7 +53,7 @@ def cut_windows(tokens_N: NDArray[Any], sequence: int) -> Windows:
 
 
 def tokenizer_of(args: Namespace) -> Tokenizer:
-    """Return the tokenizer that a run with Megatron's ``args`` is of.
+    """Return the tokenizer of a run with Megatron's ``args``.
 
     Raises:
         DataError: its ids cannot be turned into text.
@@ -90,8 +90,8 @@ def score_windows(
 ) -> BitsPerByte:
     """Run the model over the windows of one replica, ``batch`` at a time, and sum its per-token losses in fp64.
 
-    Prints its progress. All replicas run equally many windows, as their experts wait for one another; what is over is not
-    counted. The bytes of the score are those of a byte model; of another, add them to it.
+    Prints progress. All replicas run the same number of windows, as their experts wait for one another; surplus windows are not
+    counted. The score's bytes are correct for a byte model; for another tokenizer, add them to it.
     """
     import torch
 
@@ -125,7 +125,7 @@ def parsed(add_options: Callable[[ArgumentParser], ArgumentParser]) -> Namespace
 
 
 def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:
-    """Build the model and load its newest checkpoint, both through stock Megatron; returns it, unwrapped, in evaluation mode.
+    """Build the model and load its newest checkpoint through stock Megatron; return it, unwrapped, in evaluation mode.
 
     Raises:
         LaunchError: no checkpoint was loaded; the run has more than one process, or with ``in_replicas`` pipeline

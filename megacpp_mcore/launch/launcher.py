@@ -95,7 +95,7 @@ def launch(
             ``hybrid-flops`` where it is one of ours; ``exit-signal`` with ``--exit-signal-handler``;
             ``masked-losses`` without a script, under context parallelism.
         recording: what is recorded of the run, and where.
-        verbose: leave Megatron's output on the console; otherwise, as the command line does, send it to a file that is named.
+        verbose: leave Megatron's output on the console; otherwise send it to a file and print the file's name.
 
     Raises:
         LaunchError, CheckoutError, SpecImportError, ConfigFileError, DataError, PatchError: what cannot work, before Megatron
@@ -103,7 +103,7 @@ def launch(
             process that failed.
     """
     recording = recording or Recording()
-    # Refuses what the words alone show to be wrong, before torch is imported.
+    # Reject what the arguments show to be wrong, before torch is imported.
     observation.choose(command, **vars(recording))
     chosen = plan(command, device=device, nproc=nproc, allowed_spec_prefixes=allowed_spec_prefixes, patches=patches)
     if os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_RUN_ID):
@@ -131,7 +131,7 @@ def launch_script(script: ModuleType, args: argparse.Namespace) -> int:
     given = {one.dest: getattr(args, one.dest) for one in options}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     recording = Recording(no_observe=True)
-    # Without training there are no gradients and no optimizer, which would be asked to fit on the GPU.
+    # Without training there are no gradients and no optimizer that would have to fit on the GPU.
     command = [str(script.__file__), *args.stock_command, "--skip-train", *words]
     nproc = getattr(args, "nproc", 1)
     return launch(command, device=args.device, nproc=nproc, recording=recording, verbose=False)
@@ -171,7 +171,7 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
 
 
 def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
-    """Run the script in this process; its exit passes through the recording, which thereby learns of a failure."""
+    """Run the script in this process; its exit passes through the recording, which thus records a failure."""
     import torch
 
     from megacpp_mcore.checkpoints.folder import release as release_folder
@@ -228,7 +228,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         applied = registry.default().apply([*chosen.applied, *names])
         say(f"patches: {', '.join(applied) or 'applied already'}")
         stack.enter_context(policy.active(settings))
-        # At its end it restores which threads run backward passes: for those of this thread, a model's build changes that.
+        # At its end it restores which threads run backward passes: building a model changes that for this thread.
         stack.enter_context(torch.autograd.set_multithreading_enabled(True))
         stack.enter_context(observation.observed(observed, launched))
         if quiet and observed.folder is None:
@@ -252,7 +252,7 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
 
 
 def _verified_data(arguments: Sequence[str]) -> list[str]:
-    """Check the datasets once per host, for copies of its own; return the words that give Megatron a cache folder for these."""
+    """Check the datasets once per host (hosts may have copies); return the arguments that give Megatron their cache folder."""
     from megacpp_mcore.data.arguments import cache_words, verify_arguments  # imports numpy, which --help does without
 
     line = verify_arguments(arguments) if os.environ.get("LOCAL_RANK", "0") == "0" else ""

@@ -115,7 +115,7 @@ def plan(
 
 
 def check_sources(chosen: Plan) -> None:
-    """Compare the Megatron that will be imported with the sources that the run's patches were written for.
+    """Compare the Megatron to be imported with the sources that the run's patches were written for.
 
     Raises:
         LaunchError: a patch does not fit.
@@ -135,10 +135,10 @@ def check_sources(chosen: Plan) -> None:
 
 
 def check_words(script: Path | None, words: Sequence[str], *, here: bool = True) -> None:
-    """Refuse Megatron's arguments for what they show by themselves; ``here``: they are for this machine.
+    """Reject invalid Megatron arguments, as far as the command line shows; ``here``: they are for this machine.
 
     Raises:
-        LaunchError: they hide a spec, are the launch's own, or would end in an error or a wait later.
+        LaunchError: they hide a spec, are the launch's own, or would end in an error or a hang later.
     """
     _check_arguments(words)
     refusals.check_words(words, here=here)
@@ -152,23 +152,23 @@ _TASKS = {
     "MV2_COMM_WORLD_SIZE": "mpirun_rsh",
     "JSM_NAMESPACE_SIZE": "jsrun",
 }
-"""Variable with the number of tasks, by launchers that set none of torchrun's."""
+"""Variable with the number of tasks, per launcher that sets none of torchrun's variables."""
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets, and torch and Megatron read, in one of several processes."""
+"""Variables that torchrun sets, and torch and Megatron read, in a multi-process run."""
 OF_RANKS = frozenset({*_TASKS, *_NEEDED})
-"""What a process that trains alone is started without."""
+"""Variables that a single-process run is started without."""
 
 
 def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
-    """Refuse nested launches, and an environment of which a rank would be made up: it trains alone, or others wait for it."""
+    """Reject nested launches, and environments with an incomplete rank: it would train alone, or others would wait for it."""
     if nproc < 1:
         raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
     for name, launcher in _TASKS.items():
         if "WORLD_SIZE" not in environment and environment.get(name, "1") != "1":
             raise LaunchError(
                 f"{launcher} started this as one of {environment[name]} tasks ({name}), and each would train by itself: start "
-                f"torchrun in one task per host, or set {', '.join(_NEEDED)} in every task; for tasks that are to train by "
-                "themselves, set WORLD_SIZE=1 RANK=0 LOCAL_RANK=0"
+                f"torchrun in one task per host, or set {', '.join(_NEEDED)} in every task; for tasks that should train "
+                "independently, set WORLD_SIZE=1 RANK=0 LOCAL_RANK=0"
             )
     sizes = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
     given = {name: environment[name] for pair in sizes.items() for name in pair if name in environment}
@@ -180,7 +180,7 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
     ]
     if wrong:
         raise LaunchError(
-            f"the environment says {', '.join(wrong)}; expected whole numbers, ranks from 0 and below their number: mend or "
+            f"the environment says {', '.join(wrong)}; expected whole numbers, ranks from 0 and below their number: fix or "
             "unset them, or start the processes with torchrun or --nproc",
             code="ranks",
         )
@@ -193,7 +193,7 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
         )
     if nproc > 1 and "RANK" in environment:
         raise LaunchError(
-            f"--nproc {nproc} was given to a process that torchrun has started (RANK={environment['RANK']}); "
+            f"--nproc {nproc} was passed to a process started by torchrun (RANK={environment['RANK']}); "
             "leave --nproc out under torchrun, or start megacpp-mcore without torchrun"
         )
     if nproc > 1:  # which get an address of their own
@@ -205,7 +205,7 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
         )
     if is_alone and address is not None and not ranks.addresses(address):
         raise LaunchError(
-            f"MASTER_ADDR is {address!r}, of which no address is found; expected the host of rank 0 (a process that trains "
+            f"MASTER_ADDR is {address!r}, which cannot be resolved; expected the host of rank 0 (a process that trains "
             "alone: none)"
         )
 
@@ -214,7 +214,7 @@ _OWN_OPTIONS = ["--observe", "--no-observe", "--verbose", "--device", "--nproc",
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse arguments that would hide a ``--spec``, and options of the launch, which Megatron would refuse a minute later."""
+    """Reject arguments that would hide a ``--spec``, and launch options, which Megatron would reject a minute later."""
     for flag, source in (("--use-checkpoint-args", "a checkpoint"), ("--yaml-cfg", "a file")):
         if flag in flags.read(arguments):
             raise LaunchError(
@@ -241,7 +241,7 @@ _PACKAGES = {
 
 
 def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequence[str] | None) -> None:
-    """Refuse what the loop does not do, what the layers would not read, and what needs a package that is not installed."""
+    """Reject what the loop does not support, what the layers would ignore, and what needs a package that is not installed."""
     given = flags.read(arguments)
     if lowering.preset_of(spec) is not None:  # first, as another script would not help
         lowering.check_unused(arguments)
@@ -265,8 +265,8 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
     is_hybrid = script is not None and script.name != lowering.SCRIPTS[GPT] and "--hybrid-layer-pattern" in given
     if script is not None and "--fim-data" in given and (is_hybrid or script.name == lowering.SCRIPTS[HYBRID]):
         raise LaunchError(
-            f"{script.name} has no dataset for --fim-data and would train without it, in silence; leave it out, or the script: "
-            "the wheel's loop has one"
+            f"{script.name} has no dataset for --fim-data and would silently train without it; remove it, or omit the script: "
+            "the wheel's loop supports it"
         )
     kind = flags.first(given, "--tokenizer-type")
     package = next((package for package, kinds in _PACKAGES.items() if kind in kinds), None)
@@ -288,11 +288,11 @@ _TO_TRAIN = {
         "--skip-train",
     ),
 }
-"""What to add where all of these flags are missing: Megatron would fail on a None once the model is built."""
+"""What to add if all of these flags are missing: Megatron would fail on a None once the model is built."""
 
 
 def _check_complete(script: Path | None, arguments: Sequence[str]) -> None:
-    """Refuse what lacks an argument that the wheel's loop, and so Megatron's scripts, train by."""
+    """Reject a command without an argument that the wheel's loop, and so Megatron's scripts, need for training."""
     is_stock = script is None or script.name in lowering.SCRIPTS.values()
     if is_stock and not {"-h", "--help"}.intersection(arguments):
         given = {flag: words for flag, words in flags.read(arguments).items() if words or flag not in _DATASETS}
@@ -304,7 +304,7 @@ def _check_complete(script: Path | None, arguments: Sequence[str]) -> None:
 
 
 def _check_packed(script: Path | None, words: Sequence[str]) -> None:
-    """Refuse packed rows where a stock script's inner stages would wait for data that only the first and the last have.
+    """Reject packed rows if a stock script's inner stages would wait for data that only the first and the last have.
 
     Seen on core_v0.19.0, ``pretrain_gpt.py``: ``is_dataset_built_on_rank`` and ``get_batch``.
     """
@@ -360,7 +360,7 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
     _, equals, value = words[start].partition("=")
     if equals and end > start + 1:
         raise SpecImportError(
-            f"{words[start]} {words[start + 1]} is two words of which = binds only the first; write --spec {value} "
+            f"{words[start]} {words[start + 1]} is two words, but = binds only the first; write --spec {value} "
             f"{words[start + 1]} for module and attribute, or --spec={value} alone",
             code="spec-words",
         )
@@ -369,7 +369,7 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
 
 
 def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[str], allowed: Sequence[str]) -> None:
-    """Refuse a spec from a package that is not allowed, and one of ours for a model that the run does not build."""
+    """Reject a spec from a package that is not allowed, and one of ours for a model that the run does not build."""
     module, name = spec[0], ".".join(spec)
     if not any(module == prefix or module.startswith(prefix + ".") for prefix in allowed):
         raise SpecImportError(
@@ -400,14 +400,14 @@ def _resolve_device(device: str, nproc: int, environment: Mapping[str, str]) -> 
         return device
     import torch
 
-    # Queries NVML. torch.cuda.is_available() would query the driver, which then reads CUDA_DEVICE_MAX_CONNECTIONS for good,
+    # Queries NVML. torch.cuda.is_available() would initialise the driver, which reads CUDA_DEVICE_MAX_CONNECTIONS only once,
     # before the launch policy has set it.
     there, needed = torch.cuda.device_count(), max(nproc, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     if device == "cuda" and there == 0:
         raise LaunchError("--device cuda, but torch sees no CUDA device; use --device cpu, or a GPU host")
     if there and needed > there:
         raise LaunchError(
-            f"the launch asks for {needed} GPUs on this host, one a process, and torch sees {there}; take a smaller layout "
-            "(tensor, pipeline, expert), more hosts, or open CUDA_VISIBLE_DEVICES"
+            f"the launch asks for {needed} GPUs on this host, one per process, but torch sees {there}; take a smaller layout "
+            "(tensor, pipeline, expert), more hosts, or extend CUDA_VISIBLE_DEVICES"
         )
     return "cuda" if there else "cpu"

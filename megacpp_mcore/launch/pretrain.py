@@ -74,8 +74,8 @@ def get_batch(
     Args:
         data_iterator: yields samples on tensor-parallel rank 0.
         vp_stage: of the model chunk.
-        most_documents: returns the most documents that a row of a given length may hold, for models that accept packed rows
-            padded with empty documents: that is then N, and nothing waits for the device. None: N is the number of documents,
+        most_documents: returns the maximum documents in a row of a given length, for models that accept packed rows
+            padded with empty documents: that is then N, without a host sync. None: N is the number of documents,
             which the host reads, and max_seqlen is the longest.
 
     Raises:
@@ -235,7 +235,7 @@ def _refuse_means_of_ranks() -> None:
 
 
 def _most_documents(model: Any) -> Callable[[int], int] | None:
-    """Return the most documents of a row by its length if the layers are this package's; None for stock's: no limit."""
+    """Return the maximum documents per row as a function of its length, for this package's layers; None (stock): no limit."""
     config = get_attr_wrapped_model(model, "config")
     if not hasattr(config, "max_documents"):
         return None

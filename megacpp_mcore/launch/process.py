@@ -78,7 +78,7 @@ def cpu_lane(**options: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(folder: Path | None) -> Iterator[Path]:
-    """For the duration, send what this process prints to a file in ``folder``, for None in a temporary one; yields it.
+    """Within the context, send this process's output to a file in ``folder`` (None: a temporary folder), and yield the file.
 
     Raises:
         LaunchError: the file cannot be written.
@@ -91,10 +91,10 @@ def quiet(folder: Path | None) -> Iterator[Path]:
             stack.enter_context(console.redirected(file))
         except OSError as error:
             raise LaunchError(
-                f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder, no link to nothing or to itself"
+                f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder, not a broken or circular link"
             ) from error
         rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
-        if rank in (0, last):  # Megatron has its lines of steps from the last one
+        if rank in (0, last):  # Megatron prints its lines of steps on the last one
             whose = f" of rank {rank}" if last else ""
             console.say(f"megacpp-mcore: Megatron's output{whose} is in {file}; --verbose leaves it on the console")
         yield file
@@ -104,7 +104,7 @@ def quiet(folder: Path | None) -> Iterator[Path]:
 def logged_steps() -> Iterator[None]:
     """Until the context ends, print a line for each step that Megatron's own loop logs on the last rank, unrecorded.
 
-    Losses are read only of a step that Megatron logs, for which it has waited itself, and of the first.
+    Losses are read only for the first step and for steps that Megatron logs, where it synchronises anyway.
     """
     from megatron.training import get_args, training
 
@@ -127,7 +127,7 @@ def logged_steps() -> Iterator[None]:
 
 
 def nothing_left() -> str:
-    """Say that a run which has ended had no step to train; empty if it had some, or was no training."""
+    """Return a message if a finished training run had no step left to train; empty otherwise."""
     from megatron.training import get_args
 
     try:
@@ -141,7 +141,7 @@ def nothing_left() -> str:
 
 
 def leave_process_group() -> None:
-    """Shut torch.distributed down in order, which the stock scripts leave to the interpreter's exit."""
+    """Shut down torch.distributed cleanly, which the stock scripts leave to the interpreter's exit."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -150,10 +150,10 @@ def leave_process_group() -> None:
 
 
 def children_end_with_it() -> contextlib.AbstractContextManager[Any]:
-    """For the duration, let processes started by ``multiprocessing`` here end with this process, even after a SIGKILL.
+    """Within the context, make processes started by ``multiprocessing`` end with this process, even after a SIGKILL.
 
     Megatron's first save starts a process for its writers' results, and asynchronous saves start writers; only a parent that
-    ends in order ends them.
+    exits cleanly ends them.
     """
 
     def start(stock: Callable[[BaseProcess], None], child: Any) -> None:
@@ -168,7 +168,7 @@ def children_end_with_it() -> contextlib.AbstractContextManager[Any]:
 
 
 def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """In a child process, call ``target``; SIGKILL the process when its parent is gone."""
+    """Call ``target`` in a child process; SIGKILL the process when its parent is gone."""
 
     def watch() -> None:
         if (parent := multiprocessing.parent_process()) is not None:
@@ -176,25 +176,25 @@ def _run_until_orphaned(target: Callable[..., None], *args: Any, **kwargs: Any) 
             os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
-    # A scheduler sends SIGTERM to all processes of a job: the save before the end still needs those that write.
+    # A scheduler sends SIGTERM to all processes of a job: the final save still needs the writers.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     target(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def kernels_built(folder: Path) -> Iterator[None]:
-    """Compile what earlier starts of the run in ``folder`` have launched, in other processes, while this one starts.
+    """Compile the kernels of earlier starts of the run in ``folder``, in other processes, while this one starts.
 
-    They fill Triton's cache (:mod:`megacpp_mcore.ops.builds`), with those of this version of Triton and kind of GPU; what fails
-    there is compiled at its launch. They end with this process, even after a SIGKILL.
+    They fill Triton's cache (:mod:`megacpp_mcore.ops.builds`) with kernels for this Triton version and GPU type; a kernel that
+    fails there is compiled at its launch. They end with this process, even after a SIGKILL.
     """
     described: list[str] = []
-    with contextlib.suppress(Exception):  # without Triton, or a driver for it, nothing is launched either
+    with contextlib.suppress(Exception):  # without Triton, or a driver for it, no kernels are launched
         described = builds.lines(folder, **(here := builds.here()))
     if not described:
         yield
         return
-    say(f"kernels: {len(described)} of earlier starts are compiled beside, where the cache lacks them")
+    say(f"kernels: {len(described)} of earlier starts are compiled in the background, unless cached")
     command, none = [sys.executable, "-m", builds.__name__, str(folder), json.dumps(here)], subprocess.DEVNULL
     with subprocess.Popen(command, stdin=none, stdout=none, stderr=none) as building:
         try:

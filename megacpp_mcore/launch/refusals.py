@@ -1,4 +1,4 @@
-"""Wrong input that Megatron or torch notices deep inside, as an error of one line that says what to do.
+"""One-line errors, with what to do, for invalid input that Megatron or torch detects late.
 
 Written against megatron-core 0.19.2.
 """
@@ -30,27 +30,27 @@ from megacpp_mcore.util.stand_in import stand_in
 _UNWRITTEN = re.compile(
     r"unexpected pos \d+ vs \d+|Worker failure: .*|No space left on device|Disk quota exceeded|File too large"
 )
-"""What the writers of PyTorch and Megatron, or the system, say of a disk or quota that is full."""
+"""Messages of PyTorch's and Megatron's writers, or of the system, when a disk or quota is full."""
 _LOST = re.compile(
     r"(?s)(?:gloo|NCCL|torch\.distributed\.Dist).*?(?P<cause>Connection reset by peer|Broken pipe|ncclRemoteError"
     r"|(?:Connection closed by peer|(?:Read|Write) error) \[(?P<address>.+?)\])"
 )
-"""What gloo, NCCL and TCPStore say where another process has gone; gloo with its address."""
+"""Messages of gloo, NCCL and TCPStore when another process is gone; gloo's has its address."""
 _UNANSWERED = re.compile(r"gloo.*Timed out waiting (\d+)ms for (?:recv|send)")
-"""What gloo says where another process is slow, or has gone without a word."""
+"""Message of gloo when another process is slow, or is gone without closing its connection."""
 _NOT_MET = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
-"""What PyTorch says where processes meet, and too few came."""
+"""Message of PyTorch's rendezvous when too few processes joined."""
 _ARGUMENTS_READ = ("validate_args", "set_global_variables", "__post_init__")
-"""Functions of Megatron whose errors are of the arguments; the last one, of its configurations."""
+"""Functions of Megatron that raise errors about the arguments; the last one, about its configurations."""
 _OF_OPTIMIZERS = {"emerging_optimizers": "emerging-optimizers", "absl": "absl-py"}
-"""Modules that Megatron's optimizers but Adam and SGD import, to what is installed for them."""
+"""Modules that Megatron's optimizers other than Adam and SGD import, and the packages to install for them."""
 _OF_CHECKPOINTS = re.compile(r"latest_checkpointed_iteration\.txt|release|iter_\d+")
-"""Names in a folder of checkpoints."""
+"""Names of entries in a checkpoint folder."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
 
 
 def check_words(words: Sequence[str], *, here: bool) -> None:
-    """Refuse what the words show to be wrong, on this machine where they are for it, and Megatron would not refuse as well.
+    """Reject invalid arguments that Megatron would not reject as clearly; ``here``: they are for this machine.
 
     Raises:
         LaunchError: there is nothing to load, or no step to save at, to evaluate at or to train to; or a loader is missing.
@@ -70,7 +70,7 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
             )
     if flags.first(given, "--dataloader-type") == "external":
         raise LaunchError(
-            "--dataloader-type external takes loaders from a script of one's own; expected single or cyclic, as both "
+            "--dataloader-type external takes loaders from a custom script; expected single or cyclic, as both "
             "Megatron's scripts and the launcher give datasets"
         )
     save, load = (flags.first(given, f"--{name}") for name in ("save", "load"))
@@ -88,12 +88,12 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
     if here and not starts_anew and (problem := _unloadable(load, given)):
         raise LaunchError(
             f"--load {load} {problem}; expected the folder that --save named, of which the newest checkpoint is loaded "
-            "(--ckpt-step N: another); to start anew, leave --load out"
+            "(--ckpt-step N: another); to start from scratch, omit --load"
         )
 
 
 def _unloadable(load: str, given: flags.Flags) -> str | None:
-    """Say what ``load`` is where nothing can be loaded from it, which Megatron takes for a start anew."""
+    """Return why nothing can be loaded from ``load``, where Megatron would silently start from scratch; None if it can."""
     if not os.path.lexists(load):
         return "does not exist"
     if os.path.isfile(load):
@@ -107,7 +107,7 @@ def _unloadable(load: str, given: flags.Flags) -> str | None:
 
 
 def check_installed(optimizer: str) -> None:
-    """Refuse an optimizer whose packages are not installed; Megatron would once the model is built.
+    """Reject an optimizer with packages that are not installed; Megatron would only do so once the model is built.
 
     Raises:
         LaunchError: names what to install.
@@ -122,7 +122,7 @@ def check_installed(optimizer: str) -> None:
 
 @contextlib.contextmanager
 def in_one_line(log: Path | None) -> Iterator[None]:
-    """For the duration, make LaunchErrors of what Megatron says of arguments, a port in use, a full disk, another schedule.
+    """Within the context, raise LaunchErrors for Megatron's errors about arguments, a port in use, a full disk or a schedule.
 
     Any other failure shows the end of ``log``, where the process's output goes.
     """
@@ -145,7 +145,7 @@ def _refuse_words(stock: Callable[..., Any], parser: argparse.ArgumentParser, me
 
 
 def _explained(error: BaseException) -> str | None:
-    """Explain ``error`` to a user; None if its traceback does."""
+    """Return an explanation of ``error`` for users; None if its traceback suffices."""
     text = "".join(traceback.format_exception(error))
     if "EADDRINUSE" in text:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -167,13 +167,13 @@ def _explained(error: BaseException) -> str | None:
         if match := _LOST.search(message):
             return (
                 f"rank {rank} of {size} on {host} has lost its connection to {ranks.peers(match['address'])} "
-                f"({match['cause']}): a process there has ended, whose own output says why, or that host cannot be reached; "
+                f"({match['cause']}): a process there has ended (its own output says why), or that host cannot be reached; "
                 "start all again with --load"
             )
         if match := _UNANSWERED.search(message):
             return (
                 f"another rank did not answer rank {rank} of {size} on {host} in {int(match[1]) / 1000:g} s; it may be slow, "
-                "as in building indices or in a save: give it longer by --distributed-timeout-minutes; or it has ended, and "
+                "for example building indices or saving: raise --distributed-timeout-minutes; or it has ended, and "
                 "its own output says why"
             )
     save = flags.first(flags.read(sys.argv), "--save") if "checkpointing" in text else None  # not a cache elsewhere
@@ -186,13 +186,13 @@ def _explained(error: BaseException) -> str | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"what the run writes does not fit ({error}): make room, or name other folders, of its record and log by "
-            "--observe, of caches by --data-cache-path and TRITON_CACHE_DIR"
+            f"what the run writes does not fit ({error}): make room, or name other folders: --observe for its record and "
+            "log, --data-cache-path and TRITON_CACHE_DIR for caches"
         )
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, Exception) and any(
         frame.name in _ARGUMENTS_READ and "/megatron/" in frame.filename for frame in frames
     ):
-        # Many assertions have no message, and say all in their condition.
+        # Many assertions have no message: their condition is the message.
         return f"Megatron refuses the run's arguments: {' '.join(str(error).split()) or frames[-1].line}"
     return None

@@ -25,7 +25,7 @@ def generate(
     Args:
         model: a GPTModel or HybridModel in evaluation mode.
         temperature: divides the logits; 0 selects the likeliest id.
-        vocabulary: how many of the logits are of ids; others pad the vocabulary.
+        vocabulary: number of logits that belong to ids; the rest pad the vocabulary.
         end: the id that ends a document.
 
     Raises:
@@ -59,7 +59,7 @@ def generate(
 
 
 def streamed(prompt: Sequence[int], ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield the text of the prompt and of what follows it in parts, none of which ends within a character."""
+    """Yield the text of the prompt and its continuation in parts that never split a character."""
     known, shown = list(prompt), ""
     yield (shown := decode(known).rstrip("\ufffd"))
     for one in ids:
@@ -83,7 +83,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Sample with the options in ``sys.argv``; Megatron's ``--seed`` is that of the draws."""
+    """Sample with the options in ``sys.argv``; Megatron's ``--seed`` seeds the sampling."""
     from megacpp_mcore.launch.heldout import load_model, parsed, tokenizer_of
 
     args = parsed(add_options)

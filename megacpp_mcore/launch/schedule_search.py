@@ -54,10 +54,10 @@ def search(full: Sequence[int], loss: Callable[[frozenset[int]], float]) -> Iter
 
 
 class Schedules:
-    """The DSA schedules that a built GPTModel of one chunk can use with its present weights; its sparse layers are ours.
+    """The DSA schedules that a built GPTModel of one chunk, with our sparse layers, can use with its current weights.
 
     Raises:
-        ModelError: its checkpoint is from the dense warm-up, in which no layer selects keys.
+        ModelError: its checkpoint is from the dense warm-up, when no layer selects keys.
     """
 
     def __init__(self, model: Any) -> None:
@@ -87,7 +87,7 @@ class Schedules:
 
     @contextlib.contextmanager
     def chosen(self, full: frozenset[int]) -> Iterator[None]:
-        """Within the context, let only these layers run their indexers, each of which serves the layers up to the next."""
+        """Within the context, run only the indexers of these layers; each serves the layers up to the next one."""
         try:
             self._assign(full)
             yield
@@ -108,7 +108,7 @@ def describe(schedules: Schedules, one: Round, start: float) -> str:
 
 
 def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> str:
-    """Choose the schedule with the fewest indexers whose loss is within ``tolerance`` (relative) of the start's."""
+    """Choose the schedule with the fewest indexers and a loss within ``tolerance`` (relative) of the start's."""
     best = [one for one in rounds if one.loss <= rounds[0].loss * (1 + tolerance)][-1]
     if len(rounds) == 1:
         return "advised: the schedule as it is; no other was tried"

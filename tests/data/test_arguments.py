@@ -394,4 +394,4 @@ def test_fim_of_a_tokenizer_that_adds_tokens_is_refused(fim_words: list[str], fi
 
 def test_fim_of_a_tokenizer_that_is_not_read_here_is_said(prefix: str) -> None:
     words = ["--data-path", prefix, "--tokenizer-type", "SentencePieceTokenizer", "--vocab-size", "260", "--fim-data"]
-    assert "--fim-data are not checked, for want of a way to read" in verify_arguments(words)
+    assert "--fim-data are not checked: the tokenizer" in verify_arguments(words)

@@ -144,7 +144,7 @@ def test_a_start_builds_what_earlier_ones_recorded(
     monkeypatch.setattr(triton, "__version__", "3.10.0")
     with process.kernels_built(run):
         assert len(started) == 1
-    assert capsys.readouterr().out.count("are compiled beside") == 2
+    assert capsys.readouterr().out.count("are compiled in the background") == 2
     monkeypatch.setattr(triton.runtime.driver, "_active", None)  # no GPU here: Triton has no driver
     with process.kernels_built(run):
         assert len(started) == 1

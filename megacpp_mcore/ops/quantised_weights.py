@@ -39,7 +39,7 @@ class _Copy:
 
 _copies = WeakTensorKeyDictionary()
 _renewed = WeakIdKeyDictionary()
-"""Weights whose copies are renewed before every replay of the graphs that read them."""
+"""Weights with copies that are renewed before every replay of the graphs that read them."""
 
 
 def forget(*_: Any) -> None:
@@ -89,7 +89,7 @@ def renew_before_replays(weights: Iterable[torch.Tensor]) -> None:
 
 
 def renew(weights: Iterable[torch.Tensor]) -> None:
-    """Quantise again, in place, the weights that have changed and whose copies graphs read."""
+    """Quantise again, in place, the changed weights with copies that graphs read."""
     for weight in weights:
         copy: _Copy | None = _copies.get(weight)
         if copy is not None and weight in _renewed:

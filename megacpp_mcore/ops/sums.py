@@ -18,7 +18,7 @@ def integer_unit(bound: torch.Tensor) -> torch.Tensor:
 
 
 def add_rows(total_TK: torch.Tensor, index_N: torch.Tensor, rows_NK: torch.Tensor) -> None:
-    """Add row ``n`` to row ``index_N[n]`` of ``total_TK``, in one order whatever the device and its threads.
+    """Add row ``n`` to row ``index_N[n]`` of ``total_TK``, in a fixed order, regardless of the device and its threads.
 
     ``index_add_`` has no fixed order on a GPU. On a CPU ``index_put_`` has one only for a single thread, and is slower.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 PEER_RATIO = 1.5
-"""How much worse than plain PyTorch at a 16-bit dtype the worst row may be, where that is looser than ``rms``."""
+"""How much worse than plain PyTorch at a 16-bit dtype the worst row may be, if that is looser than ``rms``."""
 
 SMALL_ROW = 1e-2
 """A row smaller than this fraction of the typical row is measured against that fraction, not against itself: some rows are

@@ -24,7 +24,7 @@ def query_chunks(num_queries: int, elements_per_query: int, budget: int, query_c
             needed and never the result beyond rounding.
 
     Raises:
-        ModelError: there is no query, or ``query_chunk`` is not positive.
+        ModelError: there are no queries, or ``query_chunk`` is not positive.
     """
     if num_queries < 1:
         raise ModelError("there are 0 queries, expected at least one; do not call the op for an empty sequence")

@@ -142,7 +142,7 @@ def feed_forward(
     """Compute as :func:`megacpp_mcore.ops.feed_forward.reference.feed_forward` does, in FP8.
 
     Raises:
-        ModelError: as there; the GPU is not a Hopper; dtypes are not bfloat16; a width is not a multiple of 16, or too
+        ModelError: as in the reference; the GPU is not Hopper; a dtype is not bfloat16; a width is not a multiple of 16, or too
             wide for one program.
     """
     quantized.refuse(x=x, w1=w1_FD, w2=w2_DF)

@@ -74,7 +74,7 @@ def routed_mlp(
     activation: str = "gelu",
     main_grads: Sequence[MainGrad | None] = (None, None),
 ) -> torch.Tensor:
-    """Compute as the reference's function of this name does.
+    """Compute the reference's :func:`routed_mlp`.
 
     Raises:
         ModelError: as in the reference, or there are no tokens.

@@ -191,7 +191,7 @@ class Indexer:
         return q, w
 
     def chunks(self, elements_per_query: int, query_chunk: int | None) -> list[range]:
-        """Split the queries into chunks whose largest temporary has ``elements_per_query`` for each query and batch row."""
+        """Split the queries into chunks, given ``elements_per_query`` of the largest temporary per query and batch row."""
         num_queries, batch = self.q_SBHD.shape[:2]
         return query_chunks(num_queries, batch * elements_per_query, BLOCK_ELEMENTS, query_chunk)
 
@@ -235,7 +235,7 @@ def _runs_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention whose probabilities the indexer learns.
+    """The attention that the indexer learns from: its probabilities are the target.
 
     Attributes:
         query_SBAK: attention queries.

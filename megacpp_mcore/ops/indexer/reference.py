@@ -47,7 +47,7 @@ def score_block(q_RBHD: torch.Tensor, k_TBD: torch.Tensor, w_RBH: torch.Tensor, 
 
 
 def check_indexer(q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor) -> None:
-    """Raise ModelError unless shapes and dtypes are those of :func:`indexer_scores`."""
+    """Raise ModelError unless shapes and dtypes are valid for :func:`indexer_scores`."""
     require_float(q_SBHD=q_SBHD, k_TBD=k_TBD, w_SBH=w_SBH)
     q, k, w = tuple(q_SBHD.shape), tuple(k_TBD.shape), tuple(w_SBH.shape)
     if len(q) != 4 or len(k) != 3 or w != q[:3] or k[1:] != (q[1], q[3]) or 0 in k:

@@ -170,7 +170,7 @@ def indexer_grad(
     target_BSN: torch.Tensor,
     coefficient: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute as the reference's ``indexer_grad``; operands of products have the dtype of q, accumulators are float32.
+    """Compute the reference's ``indexer_grad``; operands of products have the dtype of q, accumulators are float32.
 
     Inputs may be strided. Under ``torch.use_deterministic_algorithms`` the gradient of k is bitwise reproducible, too: it is
     summed in integers, independent of the order, at a quarter of the speed.

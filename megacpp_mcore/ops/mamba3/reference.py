@@ -196,7 +196,7 @@ def mamba3_scan_sequential(
         x_BSHP: the input.
         b_BSRHN: B, rotated, one per head.
         c_BSRHN: C, rotated, one per head.
-        adt_BSH: A·Δ, the logarithm of the decay; −∞ where a token is to see nothing before it.
+        adt_BSH: A·Δ, the logarithm of the decay; −∞ for a token that must not see earlier tokens.
         dt_BSH: the step Δ.
         trap_BSH: λ in [0, 1].
         mimo_x_HRP: the MIMO input mix; None for SISO (R = 1).
@@ -243,7 +243,7 @@ def mamba3_scan_chunked(
         x_BSHP: the input.
         b_BSRHN: B, rotated, one per head.
         c_BSRHN: C, rotated, one per head.
-        adt_BSH: A·Δ, the logarithm of the decay; −∞ where a token is to see nothing before it.
+        adt_BSH: A·Δ, the logarithm of the decay; −∞ for a token that must not see earlier tokens.
         dt_BSH: the step Δ.
         trap_BSH: λ in [0, 1].
         chunk_size: tokens of a chunk, ≥ 1; 64 / R is the usual choice.

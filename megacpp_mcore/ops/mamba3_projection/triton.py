@@ -127,7 +127,7 @@ def project(
         gradient_in_fp8: whether the product for the weight's gradient is in FP8, too.
 
     Raises:
-        ModelError: as there; the GPU is not a Hopper; dtypes are not bfloat16; a width is not a multiple of 16, or too
+        ModelError: as in the reference; the GPU is not Hopper; a dtype is not bfloat16; a width is not a multiple of 16, or too
             wide for one program.
     """
     quantized.refuse(x=x, weight=weight_ND)

@@ -1,1 +1,1 @@
-"""MLA core attention: softmax attention whose query-key and value widths differ (imports no torch)."""
+"""MLA core attention: softmax attention with different query-key and value widths (imports no torch)."""

@@ -24,7 +24,7 @@ class Routed(NamedTuple):
         probs_TE: scores of a token's experts over their sum; zero elsewhere. Differentiable.
         routing_TE: bool, the K experts of each token: the best by score + bias, the first among ties.
         load_E: tokens per expert, float32.
-        best_BE: how many tokens of each sequence have an expert among their K best by score alone, float32.
+        best_BE: how many tokens of each sequence have an expert among their top K by score without bias, float32.
         score_BE: the sum over a sequence of scores, each token's normalised over all experts. Differentiable.
         squared: the sum over all tokens of the squared log-sum-exp of the logits. Differentiable.
     """

@@ -162,7 +162,7 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
     if empty := [blend.where for blend in blends if not any(map(str.strip, blend.words))]:
         raise DataError(
             f"no dataset is named by {' and '.join(empty)}; expected the prefix that `megacpp-mcore data prepare` printed, "
-            "which an unset variable of a shell leaves out; for made-up tokens, pass --mock-data alone"
+            "which an unset variable of a shell leaves out; for made-up tokens, pass only --mock-data"
         )
     return blends
 
@@ -177,7 +177,7 @@ def _check_forms(given: flags.Flags) -> None:
         )
     split = flags.first(given, "--split")
     if split is not None and (named[2] or named[3]):
-        raise DataError(f"--split {split} conflicts with {forms[0]}, whose datasets are already split; remove it")
+        raise DataError(f"--split {split} conflicts with {forms[0]}: its datasets are already split; remove it")
     if split is None and named[1]:
         raise DataError("--data-args-path names datasets to be split, without --split; expected one, such as 98,2,0")
     shares = [] if split is None else _shares(split)
@@ -239,7 +239,7 @@ def _read(path: str) -> str:
 
 def _read_splits(path: str) -> list[Blend]:
     """Return the blends of a file of ``--per-split-data-args-path``."""
-    expected = "expected a JSON object whose keys train, valid and test each hold a list, or a text, of datasets"
+    expected = "expected a JSON object with keys train, valid and test, each with a list, or a text, of datasets"
     try:
         body = json.loads(_read(path))
     except (json.JSONDecodeError, RecursionError) as error:

@@ -90,7 +90,7 @@ def plan(
     elif words and not words[0].startswith("-"):
         raise LaunchError(
             f"the launch command starts with {words[0]!r}, which is neither a script (*.py) nor an argument (--…); "
-            "name pretrain_gpt.py or pretrain_hybrid.py first, or give Megatron's arguments alone"
+            "name pretrain_gpt.py or pretrain_hybrid.py first, or pass only Megatron's arguments"
         )
     _check_ranks(environment, nproc)
     check_words(script, words)
@@ -361,7 +361,7 @@ def split_spec(arguments: Sequence[str]) -> tuple[list[str], tuple[str, str] | N
     if equals and end > start + 1:
         raise SpecImportError(
             f"{words[start]} {words[start + 1]} is two words, but = binds only the first; write --spec {value} "
-            f"{words[start + 1]} for module and attribute, or --spec={value} alone",
+            f"{words[start + 1]} for module and attribute, or only --spec={value}",
             code="spec-words",
         )
     module, attribute = spec_words([value] if equals else words[start + 1 : end])

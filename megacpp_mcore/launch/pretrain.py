@@ -1,4 +1,4 @@
-"""The stock training loop for a pip-only install, where there is no checkout with ``pretrain_gpt.py``, ``pretrain_hybrid.py``.
+"""The stock training loop for a pip-only install, without a checkout with ``pretrain_gpt.py`` and ``pretrain_hybrid.py``.
 
 The wheel of megatron-core has the loop (``megatron.training.pretrain``) but not the scripts that feed it. This module
 feeds it in the same way for text pretraining: GPTDataset, mock data or fill-in-the-middle, documents packed or not, every

@@ -87,7 +87,7 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
     starts_anew = save is not None and os.path.realpath(load) == os.path.realpath(save)  # a job's first time
     if here and not starts_anew and (problem := _unloadable(load, given)):
         raise LaunchError(
-            f"--load {load} {problem}; expected the folder that --save named, of which the newest checkpoint is loaded "
+            f"--load {load} {problem}; expected the folder that --save named; its newest checkpoint is loaded "
             "(--ckpt-step N: another); to start from scratch, omit --load"
         )
 

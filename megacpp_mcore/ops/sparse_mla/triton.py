@@ -116,8 +116,8 @@ def _check(
     check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     if q_SBHK.dtype != kv_TBK.dtype or q_SBHK.dtype not in DTYPES:
         raise ModelError(
-            f"sparse MLA's kernels got q in {q_SBHK.dtype} and kv in {kv_TBK.dtype}; they take one of {DTYPES}, the same for "
-            "both: use the reference"
+            f"sparse MLA's kernels got {q_SBHK.dtype} and {kv_TBK.dtype}; they take one of {DTYPES}, the same for q and kv: "
+            "use the reference"
         )
     if (widths := (q_SBHK.shape[-1], value_dim)) not in WIDTHS:
         raise ModelError(

@@ -55,6 +55,8 @@ def _loads_as_it_is(original: Function, args: Any, ckpt_args: Any, model: Any) -
         shared = [name for name in _BEHAVIOUR if hasattr(args, name) and hasattr(ckpt_args, name)]
         outline |= {name: getattr(args, name) for name in shared}
         saved_outline |= {name: getattr(ckpt_args, name) for name in shared}
+    if None in (outline["vocab_size"], saved_outline["vocab_size"]):  # it is the tokenizer's, in no argument
+        outline["vocab_size"] = saved_outline["vocab_size"]
     differ = [name for name in outline if outline[name] != saved_outline[name] and (run != saved or name != _MTP)]
     if differ:
         fields = "; ".join(f"checkpoint has {name} {saved_outline[name]}, run has {outline[name]}" for name in differ)

@@ -302,4 +302,10 @@ def test_what_decides_no_shape_makes_another_model_too_unless_a_run_begins_with_
 def test_every_field_of_another_model_is_named(decide: Callable[..., Any]) -> None:
     other = saved(GPT, num_layers=13, hidden_size=64, vocab_size=300)
     with raises(ModelError, "layers 13", 12, "vocab_size 300", "hidden_size 64", code="another-model"):
-        decide(saved(GPT), other, [])
+        decide(saved(GPT, vocab_size=512), other, [])
+
+
+def test_a_vocabulary_that_only_the_tokenizer_has_is_compared_by_shapes(decide: Callable[..., Any]) -> None:
+    """As of an imported checkpoint, which has its size in an argument, in a run with a tokenizer of Hugging Face."""
+    unsaid, known = saved(HYBRID, vocab_size=None), saved(GPT, vocab_size=512)
+    assert decide(unsaid, known, []) == decide(known, unsaid, []) == (None, False)

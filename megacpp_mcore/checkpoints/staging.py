@@ -42,8 +42,9 @@ def new_folder(new: Path) -> Iterator[Path]:
         flush_to_disk(new.parent)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        # safetensors and torch raise their own, chained errors for a full disk.
-        full_disk = _FULL.search("".join(traceback.format_exception(error)))
-        if not isinstance(error, OSError) and not (full_disk and isinstance(error, Exception)):
+        # safetensors and torch raise their own, chained errors for a full disk; CheckpointException holds those of ranks.
+        errors = [error, *(failure for failure, _ in getattr(error, "failures", {}).values())]
+        full_disk = _FULL.search("".join(line for failure in errors for line in traceback.format_exception(failure)))
+        if not isinstance(error, OSError) and not full_disk:
             raise
         raise CheckpointError(f"{new} cannot be written: {error if full_disk is None else full_disk[0]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import yaml
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megacpp_mcore.checkpoints import staging
 from megacpp_mcore.commands import cli
 from megacpp_mcore.data.prepare import prepare
+from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import preset, with_overrides
 from megacpp_mcore.observe.steps import read_steps
 from tests import stock, tiny_run
@@ -307,3 +310,14 @@ def test_training_goes_on(first: str, second: str, tmp_path: Path, monkeypatch: 
             assert cli.main(command(tmp_path, second)) == 0
     assert list(steps["new"]) == list(steps["old"]) == [3, 4]
     assert steps["new"] == pytest.approx(steps["old"], rel=1e-5)  # every key is selected, whoever selects
+
+
+@pytest.mark.parametrize("reason", ["", "No space left on device"])
+def test_a_disk_that_fills_while_torch_saves_is_named(reason: str, tmp_path: Path) -> None:
+    """CheckpointException is no Exception, and what filled the disk is behind the error that a rank has."""
+    error = RuntimeError("unexpected pos 704 vs 598")  # torch's, as it closes what could not be written
+    error.__context__ = OSError(28, reason)
+    failed = CheckpointException("write", {0: (error, traceback.StackSummary())})
+    with pytest.raises(CheckpointError if reason else CheckpointException), staging.new_folder(tmp_path / "new"):
+        raise failed
+    assert not list(tmp_path.iterdir())

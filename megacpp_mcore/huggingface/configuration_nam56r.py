@@ -78,13 +78,13 @@ class NAM56RConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         if (
-            len(pattern) != len(attention_roles)
+            [letter == "A" for letter in pattern] != [role != "." for role in attention_roles]
             or set(pattern) - set("AEMR")
             or set(attention_roles + mtp_attention) - set("-WFS.")
         ):
             raise ValueError(
-                f"pattern is {pattern!r} and attention_roles {attention_roles!r}; expected one of A E M R and one of - W F S . "
-                "for every layer"
+                f"pattern is {pattern!r} and attention_roles {attention_roles!r}; expected one of A E M R for "
+                "every layer, and one of - W F S for every A, . for others"
             )
         fields = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
         for name, value in fields.items():

@@ -602,12 +602,13 @@ class NAM56RModel(NAM56RPreTrainedModel):
         angle, place = torch.outer(keys[first:].float(), rates), keys[first:, None]
         visible, real = (keys <= place).unsqueeze(0), None
         if attention_mask is not None:
-            if attention_mask.shape != (len(hidden), first + rows):
+            real, expected = attention_mask.bool(), (len(hidden), first + rows)
+            is_apart = real.shape == expected and (real[:, 1:] & ~real[:, :-1] & real.cumsum(1)[:, :-1].bool()).any()
+            if real.shape != expected or is_apart:
+                found = "zeros between its ones" if is_apart else f"the shape {list(real.shape)}"
                 raise ValueError(
-                    f"attention_mask has the shape {list(attention_mask.shape)}; expected {[len(hidden), first + rows]}, 1 for "
-                    "tokens and 0 for padding on the left"
+                    f"attention_mask has {found}; expected {list(expected)}, 1 for tokens and 0 for padding on the left"
                 )
-            real = attention_mask.bool()
             # A row of padding sees itself: a softmax over nothing is NaN.
             visible = visible & real.unsqueeze(1) | (keys == place)
             real = None if bool(real[:, first:].all()) else real[:, first:].unsqueeze(2)
@@ -637,8 +638,10 @@ class NAM56RModel(NAM56RPreTrainedModel):
                 "each document a row of its own, with padding on the left"
             )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if not hidden.shape[1]:
-            raise ValueError("the prompt has no token; expected at least one, such as the tokenizer's bos_token")
+        if hidden.dim() != 3 or not hidden.numel():
+            raise ValueError(
+                f"the input has the shape {list(hidden.shape[:-1])}; expected [B, S] with at least one token, such as bos_token"
+            )
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         runs_again = self.training and self.gradient_checkpointing  # which would extend a cache again
         cache = past_key_values

@@ -28,6 +28,8 @@ with torch.no_grad():
     mask = torch.ones_like(both)
     mask[0, :padding] = 0
     results["padded"] = model(both, attention_mask=mask).logits
+    results["padded on the right"] = model(both.flip(1), attention_mask=mask.flip(1)).logits[0, :-padding]
+    results["without padding"] = model(both[:1].flip(1)[:, :-padding]).logits[0]
     greedy = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     results["generated"] = model.generate(tokens[:, :cut], **greedy)
     results["long"] = model.generate(tokens[:, :cut], **greedy | {"max_new_tokens": 200})
@@ -90,9 +92,14 @@ for inputs in (
     {"input_ids": tokens, "position_ids": restarts},
     {"input_ids": tokens[:, :0]},
     {"input_ids": tokens, "output_attentions": True},
+    {"input_ids": tokens[:0]},
+    {"input_ids": tokens[0]},
+    {"input_ids": tokens[:, :5], "attention_mask": torch.tensor([[1, 1, 0, 0, 1]])},
+    {"input_ids": tokens[:, :5], "attention_mask": torch.ones(1, 4)},
+    {"pattern": "AE", "attention_roles": ".-"},
 ):
     try:
-        model(**inputs)
+        (type(model.config) if "pattern" in inputs else model)(**inputs)
     except ValueError as error:
         results["refused"].append(str(error))
 with torch.no_grad():

@@ -135,6 +135,7 @@ def test_padding_offloading_and_recompute_change_nothing(found: dict[str, Any]) 
     logits, padding = found["logits"], 7
     torch.testing.assert_close(found["padded"][0, padding:], logits[0, :-padding], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["padded"][1], logits[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["padded on the right"], found["without padding"], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["offloaded"], logits, rtol=0, atol=1e-5)
     assert torch.equal(found["by two"][1], found["generated"][0])
     assert len(found["beams"][0]) == CUT + 5
@@ -184,8 +185,10 @@ def test_speculative_decoding_gives_the_same_tokens(found: dict[str, Any]) -> No
 
 
 def test_what_the_layers_do_not_have_is_refused_and_hidden_states_are_there(found: dict[str, Any]) -> None:
-    for message, named in zip(found["refused"][4:], ("position_ids", "no token", "output_attentions"), strict=True):
-        assert named in message
+    shapes = ("[1, 0]", "[0, 64]", "[64]", "zeros between", "[1, 4]; expected [1, 5]", "'AE'")
+    named = ("position_ids", shapes[0], "output_attentions", *shapes[1:])
+    for message, values in zip(found["refused"][4:], named, strict=True):
+        assert values in message
     count, by_the_last, first = found["states"]
     assert count == tiny_run.model().depth + 1
     assert torch.equal(by_the_last, first)

@@ -88,5 +88,7 @@ class BitsPerByte:
             DataError: no byte has been counted.
         """
         if not self.bytes:
-            raise DataError("no bytes were counted; add at least one before reading bits per byte", code="no-bytes")
+            raise DataError(
+                "no bytes were counted; expected text after the first token: score more of it", code="no-bytes"
+            )
         return self.nats / (math.log(2) * self.bytes)

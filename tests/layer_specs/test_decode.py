@@ -44,12 +44,12 @@ def logits(model: Any, tokens: torch.Tensor, context: Any = None) -> torch.Tenso
 
 
 def in_pieces(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    context, found = StaticInferenceContext(*tokens.shape), []
+    context, pieces = StaticInferenceContext(*tokens.shape), []
     context.config.materialize_only_last_token_logits = False
     for piece in tokens.split(list(lengths), dim=1):
-        found.append(logits(model, piece, context))
+        pieces.append(logits(model, piece, context))
         context.sequence_len_offset += piece.shape[1]
-    return torch.cat(found, dim=1)
+    return torch.cat(pieces, dim=1)
 
 
 LENGTHS = [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]]
@@ -58,9 +58,9 @@ LENGTHS = [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]]
 @pytest.mark.parametrize("lengths", exhaustive_but(LENGTHS, *LENGTHS[2:]))
 def test_pieces_give_what_the_whole_gives(model: Any, lengths: list[int]) -> None:
     tokens = draw_tokens(B, S - 1)
-    whole, found = logits(model, tokens), in_pieces(model, tokens, lengths)
-    assert found.shape == whole.shape
-    error = (found - whole).square().mean(-1).sqrt() / whole.square().mean(-1).sqrt()
+    at_once, in_parts = logits(model, tokens), in_pieces(model, tokens, lengths)
+    assert in_parts.shape == at_once.shape
+    error = (in_parts - at_once).square().mean(-1).sqrt() / at_once.square().mean(-1).sqrt()
     assert float(error.max()) < 2e-5
 
 
@@ -96,10 +96,10 @@ def test_pieces_of_a_model_that_attends_densely_still(process: Path) -> None:
     dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
     tokens = draw_tokens(B, S - 1)
     with mock.patch.object(training_step, "_of_bridge", 2):
-        whole, found = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
-    assert torch.allclose(found, whole, rtol=1e-4, atol=1e-5)
+        at_once, in_parts = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
+    assert torch.allclose(in_parts, at_once, rtol=1e-4, atol=1e-5)
     with mock.patch.object(training_step, "_of_bridge", 5):
-        assert not torch.allclose(logits(dense, tokens), whole, rtol=1e-2, atol=1e-3)
+        assert not torch.allclose(logits(dense, tokens), at_once, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("number", [1, 3, 5, 12])

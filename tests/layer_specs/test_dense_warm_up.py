@@ -36,8 +36,8 @@ def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return build
 
 
-def trained(model: Any, batch: int = B, **told: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return micro_batch.outcome(model, micro_batch.draw_tokens(batch, S), **told)
+def trained(model: Any, batch: int = B, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return micro_batch.outcome(model, micro_batch.draw_tokens(batch, S), **options)
 
 
 def of_the_indexer(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -49,18 +49,18 @@ def test_the_trunk_trains_as_with_every_key_selected(make: Callable[..., Any]) -
     expected, others = trained(make({"topk": S}))
     assert torch.allclose(losses, expected, rtol=1e-5)
     of_the_trunk = (
-        {name: one for name, one in each.items() if ".indexer." not in name} for each in (others, gradients)
+        {name: grad for name, grad in grads.items() if ".indexer." not in name} for grads in (others, gradients)
     )
     assert differing_tensors(*of_the_trunk, 1e-4) == []
 
 
 def test_the_indexer_learns_its_own_layers_attention_over_every_key(make: Callable[..., Any]) -> None:
     """With every key selected the sparse loss is the dense one, for an indexer that learns from its own layer."""
-    found = of_the_indexer(trained(make({"topk": 4, "warmup_steps": 2}))[1])
+    actual = of_the_indexer(trained(make({"topk": 4, "warmup_steps": 2}))[1])
     expected = of_the_indexer(trained(make({"topk": S, "distill": "own"}))[1])
-    assert len(found) == 5
+    assert len(actual) == 5
     assert all(gradient.any() for gradient in expected.values())
-    assert differing_tensors(expected, found, 1e-3) == []
+    assert differing_tensors(expected, actual, 1e-3) == []
 
 
 def test_after_the_last_step_of_it_keys_are_selected(make: Callable[..., Any]) -> None:
@@ -82,14 +82,14 @@ def test_recompute_changes_nothing(make: Callable[..., Any]) -> None:
 def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:
     """Two documents in a packed row: the indexer's gradients, and what is logged, as with every key selected."""
     packed = micro_batch.packed([9, S - 9, 0, 0], max_seqlen_q=S, max_seqlen_kv=S)
-    found = []
+    outcomes = []
     for dsa in ({"topk": 4, "warmup_steps": 2}, {"topk": S, "distill": "own"}):
         model = make(dsa, "--calculate-per-token-loss")
         stock.loss_scale(0.25)
         Tracker.tracker["values"].zero_()
         losses, gradients = trained(model, 1, packed_seq_params=packed)
-        found.append((losses, of_the_indexer(gradients), Tracker.tracker["values"].clone()))
-    (losses, gradients, logged), (expected, others, shown) = found
+        outcomes.append((losses, of_the_indexer(gradients), Tracker.tracker["values"].clone()))
+    (losses, gradients, logged), (expected, others, shown) = outcomes
     assert torch.allclose(losses, expected, rtol=1e-5)
     assert torch.allclose(logged, shown, rtol=1e-4)
     assert float(logged[FULL - 1]) > 0

@@ -44,14 +44,14 @@ def core(model: Any, number: int) -> Any:
 
 def watch(model: Any) -> dict[int, list[dict[str, Any]]]:
     """What every sparse layer's core attention is given from now on, in the order of its runs."""
-    given: dict[int, list[dict[str, Any]]] = {number: [] for number in (FULL, *SHARED)}
-    for number, runs in given.items():
+    arguments: dict[int, list[dict[str, Any]]] = {number: [] for number in (FULL, *SHARED)}
+    for number, runs in arguments.items():
 
         def note(_: Any, args: Any, kwargs: Any, runs: list[dict[str, Any]] = runs) -> None:
             runs.append({"query": args[0].detach(), "key": args[1].detach(), "x": kwargs["x"], "qr": kwargs["qr"]})
 
         core(model, number).register_forward_pre_hook(note, with_kwargs=True)
-    return given
+    return arguments
 
 
 def watch_op(module: Any, backend: str) -> Sequence[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -70,9 +70,9 @@ def in_flight(model: Any) -> None:
         micro_batch.backward(loss)
 
 
-def probabilities(given: dict[str, Any], scale: float, index_BSN: torch.Tensor) -> torch.Tensor:
+def probabilities(kwargs: dict[str, Any], scale: float, index_BSN: torch.Tensor) -> torch.Tensor:
     """The L1-normalised attention of a layer over the selected keys, every other key masked; in float64."""
-    score_BHST = torch.einsum("sbhk,tbk->bhst", given["query"].double(), given["key"].squeeze(2).double()) * scale
+    score_BHST = torch.einsum("sbhk,tbk->bhst", kwargs["query"].double(), kwargs["key"].squeeze(2).double()) * scale
     chosen_BST = torch.zeros(B, S, S + 1, dtype=torch.bool)
     chosen_BST.scatter_(2, torch.where(index_BSN < 0, S, index_BSN).long(), True)
     p_BST = score_BHST.masked_fill(~chosen_BST[:, None, :, :S], -torch.inf).softmax(-1).sum(1)
@@ -80,15 +80,15 @@ def probabilities(given: dict[str, Any], scale: float, index_BSN: torch.Tensor) 
 
 
 def by_hand(
-    model: Any, given: dict[int, list[dict[str, Any]]], selected: list[torch.Tensor], layers: tuple[int, ...]
+    model: Any, watched: dict[int, list[dict[str, Any]]], selected: list[torch.Tensor], layers: tuple[int, ...]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss of the two micro-batches and the gradients of the indexer's parameters, with all keys written out."""
     full = core(model, FULL)
     total = torch.zeros((), dtype=torch.float64)
     for number_of_batch, index_BSN in enumerate(selected):
-        p_BST = sum(probabilities(given[number][number_of_batch], full.softmax_scale, index_BSN) for number in layers)
+        p_BST = sum(probabilities(watched[number][number_of_batch], full.softmax_scale, index_BSN) for number in layers)
         p_BST = p_BST / len(layers)
-        of_full = given[FULL][number_of_batch]
+        of_full = watched[FULL][number_of_batch]
         with torch.enable_grad():
             q, k, w = full.indexer.forward_before_topk(of_full["x"].detach(), of_full["qr"].detach())
             score_BST = torch.einsum("sbh,sbht->bst", w, torch.einsum("sbhd,tbd->sbht", q, k).relu()).double()
@@ -97,10 +97,10 @@ def by_hand(
     return total.detach(), list(torch.autograd.grad(COEFFICIENT * total, list(full.indexer.parameters())))
 
 
-def far_apart(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def far_apart(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest relative difference of two lists of gradients."""
-    pairs = zip(found, expected, strict=True)
-    return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
+    pairs = zip(actual, expected, strict=True)
+    return max(float((grad.double() - other.double()).norm() / other.double().norm()) for grad, other in pairs)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,18 @@ def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(
 ) -> None:
     """Gradient and logged loss, with two micro-batches in flight; and nothing is selected twice."""
     model = make(distill, *recompute)
-    given, calls = watch(model), watch_op(core(model, FULL), "select_backend")
+    watched, calls = watch(model), watch_op(core(model, FULL), "select_backend")
     attended = watch_op(core(model, FULL), "backend")
     DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
     in_flight(model)
     assert len(calls) == 2
     selected = [args[2] for args, _ in attended[:2]]
     layers = (FULL, *SHARED) if distill == SERVED else (FULL,)
-    loss, expected = by_hand(model, given, selected, layers)
-    found = [parameter.grad for parameter in core(model, FULL).indexer.parameters()]
-    assert far_apart(found, expected) < 2e-5
+    loss, expected = by_hand(model, watched, selected, layers)
+    grads = [parameter.grad for parameter in core(model, FULL).indexer.parameters()]
+    assert far_apart(grads, expected) < 2e-5
     other = (FULL,) if distill == SERVED else (FULL, *SHARED)
-    assert far_apart(by_hand(model, given, selected, other)[1], expected) > 0.05, "the two would look alike"
+    assert far_apart(by_hand(model, watched, selected, other)[1], expected) > 0.05, "the two would look alike"
     logged = DSAIndexerLossLoggingHelper.tracker["values"]
     assert torch.count_nonzero(logged) == 1
     torch.testing.assert_close(logged[FULL - 1].double(), COEFFICIENT * loss, rtol=1e-5, atol=0)
@@ -137,15 +137,15 @@ def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(
 
 def test_two_full_layers_learn_from_their_own_shared_layers(make: Callable[..., Any]) -> None:
     """F F S: the first serves itself alone, under either word; the second learns from two layers under ``served``."""
-    found = {}
+    grads = {}
     for distill in (OWN, SERVED):
         model = make(distill, schedule="FFS")
         in_flight(model)
-        found[distill] = {
+        grads[distill] = {
             number: [parameter.grad for parameter in core(model, number).indexer.parameters()] for number in (1, 5)
         }
-    assert all(torch.equal(one, other) for one, other in zip(found[OWN][1], found[SERVED][1], strict=True))
-    assert far_apart(found[OWN][5], found[SERVED][5]) > 0.05
+    assert all(torch.equal(grad, other) for grad, other in zip(grads[OWN][1], grads[SERVED][1], strict=True))
+    assert far_apart(grads[OWN][5], grads[SERVED][5]) > 0.05
 
 
 def test_an_incomplete_sum_is_refused(make: Callable[..., Any]) -> None:

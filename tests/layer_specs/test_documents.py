@@ -88,27 +88,27 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> None:
     tokens = draw_tokens()
-    found, truth = losses(plain, tokens, **WAYS[way](tokens)), alone(plain, tokens)
-    torch.testing.assert_close(found, truth, rtol=2e-5, atol=0)
+    at_once, truth = losses(plain, tokens, **WAYS[way](tokens)), alone(plain, tokens)
+    torch.testing.assert_close(at_once, truth, rtol=2e-5, atol=0)
     as_one = losses(plain, tokens)
     assert float((as_one - truth)[:, LENGTHS[0] :].abs().max()) > 1e-2
     weights = torch.randn(1, S, generator=torch.Generator().manual_seed(1))
-    mine, theirs = (gradients(plain, (each * weights).sum()) for each in (found, alone(plain, tokens)))
-    assert mine.keys() == theirs.keys()
-    for name, truth in theirs.items():
+    grads, expected = (gradients(plain, (loss_BS * weights).sum()) for loss_BS in (at_once, alone(plain, tokens)))
+    assert grads.keys() == expected.keys()
+    for name, truth in expected.items():
         scale = float(truth.abs().max())
-        torch.testing.assert_close(mine[name], truth, rtol=1e-3, atol=1e-4 * scale, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(grads[name], truth, rtol=1e-3, atol=1e-4 * scale, msg=lambda t, n=name: f"{n}: {t}")
 
 
 def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plain: Any) -> None:
     tokens = draw_tokens()
-    truth, found = (
+    truth, recomputed = (
         gradients(model, losses(model, tokens, **packed(tokens)).sum())
         for model in (plain, make(*stock.full_recompute()))
     )
-    assert truth.keys() == found.keys()
+    assert truth.keys() == recomputed.keys()
     for name, tensor in truth.items():
-        assert_parity(found[name], tensor, rms=1e-4, name=name)
+        assert_parity(recomputed[name], tensor, rms=1e-4, name=name)
 
 
 def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
@@ -116,9 +116,9 @@ def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
     stock.loss_scale(1.0)
     tokens = draw_tokens()
     with torch.no_grad():
-        found = [losses(model, tokens, **packed(tokens)) for model in (gpt, hybrid)]
-        assert torch.equal(*found)
-        assert not torch.allclose(found[0], losses(gpt, tokens), atol=1e-4)
+        host_losses = [losses(model, tokens, **packed(tokens)) for model in (gpt, hybrid)]
+        assert torch.equal(*host_losses)
+        assert not torch.allclose(host_losses[0], losses(gpt, tokens), atol=1e-4)
 
 
 def reset_by(script: bool | None) -> Any:
@@ -127,9 +127,9 @@ def reset_by(script: bool | None) -> Any:
     return mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments)
 
 
-def reads_of(model: Any, **told: Any) -> dict[str, int]:
+def reads_of(model: Any, **boundaries: Any) -> dict[str, int]:
     with host_reads() as counts:
-        losses(model, draw_tokens(), **told)
+        losses(model, draw_tokens(), **boundaries)
     return dict(counts)
 
 
@@ -144,9 +144,9 @@ def test_packed_documents_make_nobody_wait(make: Callable[..., Any], depth: int)
 
 def test_masks_make_nobody_wait_but_the_first(make: Callable[..., Any]) -> None:
     model = make()
-    without, told = reads_of(model), (masked(draw_tokens()) for _ in range(2))
+    without, masks = reads_of(model), (masked(draw_tokens()) for _ in range(2))
     with reset_by(True):
-        first, second = (reads_of(model, **each) for each in told)
+        first, second = (reads_of(model, **mask) for mask in masks)
     assert first == without | {"seq_idx_from_mask": 1}
     assert second == without
     with reset_by(None):  # whether this one has documents only its entries say
@@ -188,24 +188,24 @@ def predicting(make: Callable[..., Any]) -> Any:
     return make(mtp_depth=2)
 
 
-def hidden_of(model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
+def hidden_of(model: Any, tokens: torch.Tensor, **boundaries: Any) -> torch.Tensor:
     """The states of trunk and depths that the losses are of: ``[1 + K, S, D]``."""
     seen: list[torch.Tensor] = []
     with model.mtp.register_forward_hook(lambda _, __, output: seen.append(output.detach())):
-        losses(model, tokens, **told)
+        losses(model, tokens, **boundaries)
     return seen[0].squeeze(1).unflatten(0, (3, -1))
 
 
 def test_packed_documents_do_not_see_the_next_ones_tokens(predicting: Any) -> None:
     """Every depth embeds a later token: at a document's end none of the next document's."""
     tokens = draw_tokens()
-    found = hidden_of(predicting, tokens, **packed(tokens))
+    hidden = hidden_of(predicting, tokens, **packed(tokens))
     start = 0
     for length in LENGTHS:
         # One document, told to be packed, so that what follows its last token is nothing in both.
         cut = {"position_ids": torch.arange(length)[None]}
         part = hidden_of(predicting, tokens[:, start : start + length + 1], **cut)
-        torch.testing.assert_close(found[:, start : start + length], part, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hidden[:, start : start + length], part, rtol=1e-4, atol=1e-4)
         start += length
 
 
@@ -317,12 +317,12 @@ def test_shared_sequences_that_would_be_misread_are_refused(
 
 def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_one() -> None:
     configuration: Any = SimpleNamespace(**ONE_CHUNK | SHARED)
-    for given, code in (
+    for boundaries, code in (
         ({"attention_mask": micro_batch.causal_mask(8), "packed_seq_params": None}, "mask-under-context"),
         ({"attention_mask": None, "packed_seq_params": micro_batch.packed([4, 4])}, "packed-under-context"),
     ):
         with raises(ModelError, "layer 3", "2 context-parallel ranks", code=code):
-            documents(configuration, 3, batch=1, rows=8, **given)
+            documents(configuration, 3, batch=1, rows=8, **boundaries)
 
 
 @pytest.mark.parametrize(
@@ -337,8 +337,8 @@ def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_o
 def test_packed_samples_that_would_be_mixed_up_or_balanced_together_are_refused(
     configured: dict[str, Any], value: str, right: dict[str, Any]
 ) -> None:
-    for given in (PACKED, PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}):
+    for arguments in (PACKED, PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}):
         with raises(ModelError, "2 samples", value, "--micro-batch-size 1"):
-            check(given, configured)
+            check(arguments, configured)
     check(PACKED | {"micro_batch_size": 1}, configured)
     check(PACKED, configured | right)

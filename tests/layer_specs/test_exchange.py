@@ -106,7 +106,7 @@ def test_an_e_layer_routes_and_shares_in_flight(
     output, _ = layer(hidden)
     assert events == forward
     events.clear()
-    (found,) = torch.autograd.grad(output.square().sum(), hidden)
+    (hidden_grad,) = torch.autograd.grad(output.square().sum(), hidden)
     assert events == backward
     assert torch.equal(output, expected)
-    torch.testing.assert_close(found, gradient)
+    torch.testing.assert_close(hidden_grad, gradient)

@@ -56,11 +56,11 @@ def outcome(
     routers = [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
     for router in routers:
         router.expert_bias += bias_N
-    tokens, told = micro_batch.draw_tokens(B, S), {}
+    tokens, packing = micro_batch.draw_tokens(B, S), {}
     if is_packed:  # both samples in one row
         tokens, documents = micro_batch.draw_tokens(1, B * S), micro_batch.packed([S + 3, S - 3], tokens_per_sample=S)
-        told = {"packed_seq_params": documents, "position_ids": torch.arange(S).repeat(B)[None]}
-    losses_BS = micro_batch.losses_of(model, tokens, **told)
+        packing = {"packed_seq_params": documents, "position_ids": torch.arange(S).repeat(B)[None]}
+    losses_BS = micro_batch.losses_of(model, tokens, **packing)
     losses_BS.mean().backward()
     gradients = {name: weight.grad for name, weight in model.named_parameters() if ".mlp.experts." not in name}
     for number, layer in enumerate(model.decoder.layers, 1):
@@ -68,7 +68,7 @@ def outcome(
         if isinstance(experts, StackedExperts):
             gradients |= {f"{number} first": experts.weight1.grad, f"{number} second": experts.weight2.grad}
         elif experts is not None:
-            first, second = (torch.stack([one.grad for one in each]) for each in expert_matrices(experts))
+            first, second = (torch.stack([matrix.grad for matrix in matrices]) for matrices in expert_matrices(experts))
             gradients |= {f"{number} first": first, f"{number} second": second}
     logged = {name: entry.values.clone() for name, entry in get_moe_metrics_tracker()._metrics.items()}
     counted = torch.stack([router.local_tokens_per_expert for router in routers])
@@ -82,17 +82,17 @@ def truth(process: Path) -> Outcome:
 
 def test_experts_are_stocks_bit_for_bit(process: Path, truth: Outcome) -> None:
     """Initial values, losses, and the gradient of every parameter, in fp32 on a CPU."""
-    found = outcome(process, {})
-    experts, theirs = (one.model.decoder.layers[1].mlp.experts for one in (found, truth))
-    assert (type(experts).__name__, type(theirs).__name__) == ("StackedExperts", "SequentialMLP")
-    assert found.model.decoder.layers[1].mlp.token_dispatcher is None
-    for index, expert in enumerate(theirs.local_experts):
+    actual = outcome(process, {})
+    experts, stock_experts = (trained.model.decoder.layers[1].mlp.experts for trained in (actual, truth))
+    assert (type(experts).__name__, type(stock_experts).__name__) == ("StackedExperts", "SequentialMLP")
+    assert actual.model.decoder.layers[1].mlp.token_dispatcher is None
+    for index, expert in enumerate(stock_experts.local_experts):
         assert torch.equal(experts.weight1[index], expert.linear_fc1.weight)
         assert torch.equal(experts.weight2[index], expert.linear_fc2.weight)
         assert experts.weight1.allreduce is expert.linear_fc1.weight.allreduce
-    assert torch.equal(found.losses_BS, truth.losses_BS)
-    assert_same_bytes(truth.gradients, found.gradients)
-    assert_same_bytes(truth.logged, found.logged)
+    assert torch.equal(actual.losses_BS, truth.losses_BS)
+    assert_same_bytes(truth.gradients, actual.gradients)
+    assert_same_bytes(truth.logged, actual.logged)
 
 
 @pytest.mark.parametrize(
@@ -115,24 +115,24 @@ def test_sums_of_three_are_stocks_bit_for_bit(
     monkeypatch.setattr(add, "_added", lambda a, b, c: sums.append(None) or (a + b) + c)
     on_a_gpu = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(experts.ExpertsLayer, "adds_three", on_a_gpu, raising=False)
-    found = outcome(process, {"router": STOCK}, *words, recompute=recompute, is_packed=is_packed)
-    layers = [layer.mlp for layer in found.model.decoder.layers if hasattr(layer.mlp, "router")]
+    actual = outcome(process, {"router": STOCK}, *words, recompute=recompute, is_packed=is_packed)
+    layers = [layer.mlp for layer in actual.model.decoder.layers if hasattr(layer.mlp, "router")]
     assert len(sums) == len(layers)
     assert not any(layer._readers or layer._shared is not None for layer in layers)
-    assert torch.equal(found.losses_BS, truth.losses_BS)
-    assert differing_tensors(truth.gradients, found.gradients, 0.0) == []
+    assert torch.equal(actual.losses_BS, truth.losses_BS)
+    assert differing_tensors(truth.gradients, actual.gradients, 0.0) == []
 
 
 def test_the_router_is_stocks_to_rounding(process: Path, truth: Outcome) -> None:
     """Its decisions to the last bit: tokens that go to other experts are counted."""
-    found = outcome(process, {"router": "reference"})
-    assert type(found.model.decoder.layers[1].mlp.router).__name__ == "Router"
-    assert torch.equal(found.tokens_per_expert, truth.tokens_per_expert)
-    torch.testing.assert_close(found.losses_BS, truth.losses_BS, rtol=1e-6, atol=0)
-    assert found.logged.keys() == truth.logged.keys() >= {"z_loss", "seq_load_balancing_loss"}
+    actual = outcome(process, {"router": "reference"})
+    assert type(actual.model.decoder.layers[1].mlp.router).__name__ == "Router"
+    assert torch.equal(actual.tokens_per_expert, truth.tokens_per_expert)
+    torch.testing.assert_close(actual.losses_BS, truth.losses_BS, rtol=1e-6, atol=0)
+    assert actual.logged.keys() == truth.logged.keys() >= {"z_loss", "seq_load_balancing_loss"}
     for name, values in truth.logged.items():
-        torch.testing.assert_close(found.logged[name], values, rtol=2e-6, atol=0, msg=name)
-    assert differing_tensors(truth.gradients, found.gradients, 2e-6) == []
+        torch.testing.assert_close(actual.logged[name], values, rtol=2e-6, atol=0, msg=name)
+    assert differing_tensors(truth.gradients, actual.gradients, 2e-6) == []
 
 
 def test_an_evaluation_counts_and_logs_nothing(process: Path) -> None:
@@ -219,9 +219,9 @@ def test_on_a_gpu_stocks_run_where_ours_have_no_kernel(
     assert chosen.observed == STOCK
     assert "routed_mlp: triton: " in chosen.reason
     assert says in chosen.reason
-    assert [one["op"] for one in dispatcher.observed_backends()] == [EXPERTS]
-    for asked in ({EXPERTS: OWN_EXPERTS}, {"routed_mlp": "reference"}):
-        assert experts.choose_experts(config, Dispatcher(asked)).observed == OWN_EXPERTS
+    assert [record["op"] for record in dispatcher.observed_backends()] == [EXPERTS]
+    for requests in ({EXPERTS: OWN_EXPERTS}, {"routed_mlp": "reference"}):
+        assert experts.choose_experts(config, Dispatcher(requests)).observed == OWN_EXPERTS
 
 
 @pytest.mark.parametrize(

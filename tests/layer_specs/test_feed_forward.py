@@ -44,15 +44,15 @@ def layer_of(model: Any) -> Any:
 
 
 def test_the_model_is_stocks_to_rounding_and_so_are_its_checkpoints(process: Path) -> None:
-    theirs, tokens = built(process, AUTO), micro_batch.draw_tokens(B, S)
-    assert (type(layer_of(theirs)), layer_of(theirs).backend.observed) == (MLP, STOCK)
-    losses_BS, gradients = micro_batch.outcome(theirs, tokens)
+    stock_model, tokens = built(process, AUTO), micro_batch.draw_tokens(B, S)
+    assert (type(layer_of(stock_model)), layer_of(stock_model).backend.observed) == (MLP, STOCK)
+    losses_BS, gradients = micro_batch.outcome(stock_model, tokens)
     ours = built(process, "reference")
     assert (type(layer_of(ours)), layer_of(ours).backend.observed) == (FeedForward, "reference")
-    found_BS, found = micro_batch.outcome(ours, tokens)
-    torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
-    assert differing_tensors(gradients, found, 1e-5) == []
-    keys = [{one.key for one in layer_of(model).sharded_state_dict().values()} for model in (ours, theirs)]
+    our_losses_BS, our_gradients = micro_batch.outcome(ours, tokens)
+    torch.testing.assert_close(our_losses_BS, losses_BS, rtol=1e-6, atol=0)
+    assert differing_tensors(gradients, our_gradients, 1e-5) == []
+    keys = [{tensor.key for tensor in layer_of(model).sharded_state_dict().values()} for model in (ours, stock_model)]
     assert keys[0] == keys[1] >= {"linear_fc1.weight", "linear_fc2.weight"}
 
 

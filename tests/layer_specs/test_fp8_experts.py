@@ -98,8 +98,8 @@ def layer(process: Path) -> Iterator[Callable[[int], Any]]:
 
         def build(number: int, quant_recipe: Any = recipe) -> Any:
             config.quant_recipe = quant_recipe
-            asked = {} if quant_recipe is not None else {"experts": STOCK}
-            spec = experts.expert_layer_spec(config, parts, Dispatcher(asked))
+            backends = {} if quant_recipe is not None else {"experts": STOCK}
+            spec = experts.expert_layer_spec(config, parts, Dispatcher(backends))
             built = build_module(spec, config=config, layer_number=number, pg_collection=groups)
             # As GPTModel and HybridModel do, by the name on the pipeline stage.
             for name, module in built.named_modules():
@@ -139,12 +139,12 @@ def run(experts: Any, rows: tuple[int, ...] = ROWS) -> list[torch.Tensor]:
 def test_every_experts_rows_are_padded_and_come_back_as_they_were(layer: Callable[..., Any]) -> None:
     plain, ours = layer(2, quant_recipe=None).mlp.experts, layer(2).mlp.experts
     assert (type(plain).__name__, type(ours).__name__) == ("TEGroupedMLP", "FP8Experts")
-    expected, found = run(plain), run(ours)
+    expected, padded = run(plain), run(ours)
     assert plain.linear_fc1.calls == [list(ROWS)]
     assert ours.linear_fc1.calls == ours.linear_fc2.calls == [[0, 32, 336, 16]]
-    for one, other in zip(expected, found, strict=True):
-        assert_parity(other, one, rms=1e-5)
-    assert found[3][0].abs().max() == 0  # the expert without a row
+    for exact, actual in zip(expected, padded, strict=True):
+        assert_parity(actual, exact, rms=1e-5)
+    assert padded[3][0].abs().max() == 0  # the expert without a row
     assert [tuple(value.shape) for value in run(ours, (0, 0, 0, 0))[:3]] == [(0, 128), (0, 128), (0,)]
 
 
@@ -169,7 +169,7 @@ def test_experts_that_were_given_no_fp8_do_not_run_in_bf16(layer: Callable[..., 
 
 
 def test_the_file_is_the_reason_for_stocks_experts(layer: Callable[..., Any]) -> None:
-    found, plain = layer(2).mlp, layer(2, quant_recipe=None).mlp
-    assert (found.experts_backend.requested, found.experts_backend.observed) == ("auto", STOCK)
-    assert "FP8 experts (--te-precision-config-file)" in found.experts_backend.reason
-    assert type(found.shared_experts) is type(plain.shared_experts)
+    in_fp8, plain = layer(2).mlp, layer(2, quant_recipe=None).mlp
+    assert (in_fp8.experts_backend.requested, in_fp8.experts_backend.observed) == ("auto", STOCK)
+    assert "FP8 experts (--te-precision-config-file)" in in_fp8.experts_backend.reason
+    assert type(in_fp8.shared_experts) is type(plain.shared_experts)

@@ -37,11 +37,11 @@ HOST_READS = "the host reads how many rows each expert gets"
 
 def run(**changes: Any) -> Any:
     """The configuration of a run on a GPU that asks for graphs."""
-    asked = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
+    flags = {"cuda_graph_impl": "local", "cuda_graph_modules": [], "transformer_impl": "transformer_engine"}
     sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "pipeline", "expert")}
     sizes["context_parallel_size"] = 1
-    whole = {**sizes, "moe_shared_expert_overlap": False, "moe_token_dispatcher_type": "allgather"}
-    return SimpleNamespace(**{**asked, **whole, "recompute_granularity": None, "recompute_modules": None, **changes})
+    settings = {**sizes, "moe_shared_expert_overlap": False, "moe_token_dispatcher_type": "allgather"}
+    return SimpleNamespace(**{**flags, **settings, "recompute_granularity": None, "recompute_modules": None, **changes})
 
 
 def plan(
@@ -188,27 +188,27 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
 ) -> None:
     Recording.given = []
     tokens = micro_batch.draw_tokens(1, S)
-    told = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}
-    found = []
+    documents = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}
+    outcomes = []
     for captured in (False, True):
         model = build(captured=captured, model_class=model_class)
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
-        losses = micro_batch.losses_of(model, tokens, **told)
+        losses = micro_batch.losses_of(model, tokens, **documents)
         losses.mean().backward()
         logged = DSAIndexerLossLoggingHelper.tracker["values"].clone()
-        found.append([losses, logged, *micro_batch.gradients(model).values()])
-    for plain, recorded in zip(*found, strict=True):
+        outcomes.append([losses, logged, *micro_batch.gradients(model).values()])
+    for plain, recorded in zip(*outcomes, strict=True):
         assert torch.equal(plain, recorded)
     assert len(Recording.given) == 12 + 2  # MTP at two depths
     for number, kwargs in enumerate(Recording.given, 1):
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        assert given.pop("hidden_states").shape == (S, 1, 128)
+        arguments = {name: value for name, value in kwargs.items() if value is not None}
+        assert arguments.pop("hidden_states").shape == (S, 1, 128)
         if packed and number in (2, 4, 6, 8, 10):
-            assert given.pop("packed_seq_params") == PackedSeqParams(tokens_per_sample=S)
+            assert arguments.pop("packed_seq_params") == PackedSeqParams(tokens_per_sample=S)
         elif packed:
-            documents_BS = given.pop("attention_mask")
+            documents_BS = arguments.pop("attention_mask")
             assert (documents_BS.dtype, documents_BS.shape) == (torch.int32, (1, S))
-        assert not given
+        assert not arguments
 
 
 def test_a_graph_is_for_training_alone(build: Callable[..., Any]) -> None:

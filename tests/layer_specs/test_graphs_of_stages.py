@@ -37,7 +37,7 @@ def test_the_layer_that_ends_a_stage_gives_a_copy_of_what_its_graph_holds(
     layers[0].config.cuda_graph_impl = "local"
     made = torch.ones(4, requires_grad=True) * 2
     with mock.patch.object(graphs.GraphLayer, "run_captured", return_value=(made, None)):
-        given = {layer.layer_number: layer(hidden_states=made)[0] for layer in layers}
-    assert all(torch.equal(one, made) for one in given.values())
-    copies = [number for number, one in given.items() if one.data_ptr() != made.data_ptr()]
+        outputs = {layer.layer_number: layer(hidden_states=made)[0] for layer in layers}
+    assert all(torch.equal(output, made) for output in outputs.values())
+    copies = [number for number, output in outputs.items() if output.data_ptr() != made.data_ptr()]
     assert copies == ends

@@ -107,9 +107,9 @@ def run(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return losses_of(model, tokens, attention_mask=MASK)
 
 
-def close(found: torch.Tensor, truth: torch.Tensor, tolerance: float = 3e-6) -> None:
+def close(actual: torch.Tensor, truth: torch.Tensor, tolerance: float = 3e-6) -> None:
     """RMS ratio of the worst row, as the parity tests have it."""
-    error = (found.double() - truth.double()).square().mean(-1).sqrt()
+    error = (actual.double() - truth.double()).square().mean(-1).sqrt()
     scale = truth.double().square().mean(-1).sqrt().clamp_min(1e-3 * truth.double().square().mean().sqrt())
     assert float((error / scale).max()) < tolerance
 
@@ -133,14 +133,14 @@ def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: 
     rows = {name: x_SBD.double() @ weight.T for name, weight in weights_by_part(mixer).items()}
     rows |= {name: rows[name].unflatten(-1, (heads, ssm.head_dim)) for name in "xz"}
     rows |= {name: rows[name].unflatten(-1, (ssm.groups, ssm.mimo_rank, ssm.state)) for name in "BC"}
-    given = {name: p[name] for name in ("dt_bias", "D", "b_norm_weight", "c_norm_weight", "out_norm_weight")}
+    weights = {name: p[name] for name in ("dt_bias", "D", "b_norm_weight", "c_norm_weight", "out_norm_weight")}
     by_head_and_rank = ("b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o")
-    given |= {name: p[name].view(heads, ssm.mimo_rank, -1) for name in by_head_and_rank}
+    weights |= {name: p[name].view(heads, ssm.mimo_rank, -1) for name in by_head_and_rank}
     parts = (rows[name] for name in ("x", "z", "B", "C", "dt", "A", "trap", "angles"))
-    out, _ = mamba3(*parts, **given, chunk_size=S, A_floor=ssm.a_floor, eps=definition.norm_eps)
-    found, bias = mixer(x_SBD)
+    out, _ = mamba3(*parts, **weights, chunk_size=S, A_floor=ssm.a_floor, eps=definition.norm_eps)
+    actual, bias = mixer(x_SBD)
     assert bias is None
-    close(found, out.flatten(2) @ p["out_proj.weight"].T)
+    close(actual, out.flatten(2) @ p["out_proj.weight"].T)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,8 +152,8 @@ def test_m2rnn_sums_over_ranks_only_where_there_are_several(
     monkeypatch.setattr(mixer, "tp_size", ranks)
     calls = watch_op(mixer, "backend")
     mixer(random(S, B, D))
-    ((_, given),) = calls
-    assert (given["reduce"] is None) == (ranks == 1)
+    ((_, options),) = calls
+    assert (options["reduce"] is None) == (ranks == 1)
 
 
 def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
@@ -178,8 +178,8 @@ def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: M
     W = p["W"].view(heads, rnn.value_dim, rnn.value_dim)
     y, _ = reference.m2rnn_sequential(q.unsqueeze(2), k.unsqueeze(2), v_BSHV, W, f)
     gated = (y + p["D"].view(v_BSHV.shape[-2:]) * v_BSHV).flatten(2) * gate * torch.sigmoid(gate)
-    found, _ = mixer(x_SBD)
-    close(found.transpose(0, 1), rms_norm(gated, p["norm_weight"]) @ p["out_proj.weight"].T)
+    actual, _ = mixer(x_SBD)
+    close(actual.transpose(0, 1), rms_norm(gated, p["norm_weight"]) @ p["out_proj.weight"].T)
 
 
 def test_full_mla_is_the_formula(still: Any, definition: Model) -> None:
@@ -206,8 +206,8 @@ def test_full_mla_is_the_formula(still: Any, definition: Model) -> None:
     scores = scores / math.sqrt(mla.qk_head_dim + mla.qk_pos_emb_head_dim)
     weights = scores.masked_fill(MASK, -torch.inf).softmax(-1)
     truth = torch.einsum("bhst,tbhv->sbhv", weights, v).flatten(2) @ p["linear_proj.weight"].T
-    found, _ = attention(x_SBD, MASK)
-    close(found, truth)
+    actual, _ = attention(x_SBD, MASK)
+    close(actual, truth)
 
 
 def test_sparse_mla_with_every_key_is_full_mla(process: Path) -> None:
@@ -242,16 +242,16 @@ def test_ops_in_place_of_projections_and_norms_do_what_these_do(model: Any, toke
                 replaced.append(name.rpartition(".")[2])
     assert set(replaced) == {"self_attention", "indexer"}
     run(model, tokens).sum().backward()
-    found = gradients(model)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    grads = gradients(model)
+    assert grads.keys() == expected.keys()
+    for name, gradient in grads.items():
         close(gradient.flatten(), expected[name].flatten(), 1e-5)
 
 
 def test_expert_layer_is_the_weighted_sum_of_its_experts(still: Any, definition: Model) -> None:
     moe = layer(still, FAMILIES["E"]).mlp
     x_SBD = random(S, B, D)
-    found, _ = moe(x_SBD)
+    actual, _ = moe(x_SBD)
     x = x_SBD.double().flatten(0, 1)
 
     def ffn(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def test_expert_layer_is_the_weighted_sum_of_its_experts(still: Any, definition:
     truth = ffn(moe.shared_experts.linear_fc1.weight, moe.shared_experts.linear_fc2.weight)
     for index, (first, second) in enumerate(zip(moe.experts.weight1, moe.experts.weight2, strict=True)):
         truth = truth + weights[:, index : index + 1] * ffn(first, second)
-    close(found.flatten(0, 1), truth, 1e-5)
+    close(actual.flatten(0, 1), truth, 1e-5)
 
 
 def run_block(model: Any, kind: str, x_SBD: torch.Tensor) -> Any:
@@ -280,7 +280,7 @@ def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
     x_SBD = random(S, B, D)
     other_SBD = x_SBD.clone()
     other_SBD[changed] = random(B, D, seed=1)
-    before, after = (run_block(still, kind, each)[0].detach() for each in (x_SBD, other_SBD))
+    before, after = (run_block(still, kind, states_SBD)[0].detach() for states_SBD in (x_SBD, other_SBD))
     if kind == "E":  # another number of rows an expert may round otherwise
         close(after[:changed], before[:changed])
     else:
@@ -293,7 +293,7 @@ def test_no_layer_sees_the_future(still: Any, kind: str, changed: int) -> None:
 def recorded(model: Any) -> Callable[[], dict[str, list[torch.Tensor]]]:
     """Asked later, the index tensors that the sparse layers have attended to from now on, by kind."""
     calls = {kind: watch_op(layer(model, FAMILIES[kind]).self_attention.core_attention, "backend") for kind in "FS"}
-    return lambda: {kind: [index for (_, _, index), _ in each] for kind, each in calls.items()}
+    return lambda: {kind: [index for (_, _, index), _ in kind_calls] for kind, kind_calls in calls.items()}
 
 
 def test_a_shared_layer_attends_to_exactly_the_indices_of_its_full_layer(model: Any, tokens: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ def test_a_shared_layer_attends_to_exactly_the_indices_of_its_full_layer(model: 
     run(model, tokens.flip(0))
     full, shared = attended().values()
     assert len(full) == len(shared) == 2
-    assert all(mine is theirs for mine, theirs in zip(full, shared, strict=True))
+    assert all(index is shared_index for index, shared_index in zip(full, shared, strict=True))
     assert not torch.equal(full[0], full[1])
     assert full[0].shape == (B, S, 8)
     rows = torch.arange(S)[None, :, None]
@@ -324,7 +324,7 @@ def test_a_layer_adds_what_its_mixer_makes_of_the_normed_input(still: Any, kind:
     block = layer(still, FAMILIES[kind])
     x_SBD = random(S, B, D)
     with torch.no_grad():
-        found, context = run_block(still, kind, x_SBD)
+        actual, context = run_block(still, kind, x_SBD)
         if kind == "S":
             layer(still, FAMILIES["F"])(x_SBD, attention_mask=MASK)
         if kind == "E":
@@ -332,16 +332,16 @@ def test_a_layer_adds_what_its_mixer_makes_of_the_normed_input(still: Any, kind:
         else:
             mixed, _ = block.self_attention(rms_norm(x_SBD, block.input_layernorm.weight), attention_mask=MASK)
     assert context is None
-    close(found, x_SBD + mixed)
+    close(actual, x_SBD + mixed)
 
 
 def test_the_stack_is_its_layers_in_order_and_a_final_norm(still: Any) -> None:
     x_SBD = expected = random(S, B, D)
     with torch.no_grad():
-        found = still.decoder(x_SBD, MASK)
+        actual = still.decoder(x_SBD, MASK)
         for block in still.decoder.layers:
             expected, _ = block(expected, attention_mask=MASK)
-    close(found, rms_norm(expected, still.decoder.final_layernorm.weight))
+    close(actual, rms_norm(expected, still.decoder.final_layernorm.weight))
 
 
 def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, torch.Tensor]:
@@ -416,18 +416,18 @@ def test_recompute_changes_nothing(make: Callable[..., Any], kept: Callable[[int
     """Bit for bit, nor what Shared layers attend to; layers run again. Without MTP, which upstream recomputes by layer."""
     model, expected = make(*RECOMPUTE[name], mtp_depth=0), kept(0)
     assert model.config.recompute_granularity == RECOMPUTE[name][1]
-    found = in_flight(model, draw_tokens(B, S))
-    assert same(found.losses, expected.losses)
+    actual = in_flight(model, draw_tokens(B, S))
+    assert same(actual.losses, expected.losses)
     for kind in "FS":
-        assert same(found.attended[kind], (1 + (kind in ATTENDED_TWICE[name])) * expected.attended[kind])
-    assert len({id(index) for index in found.attended["S"]}) == 2  # the very indices of the first run
-    assert torch.equal(found.logged, expected.logged)
-    assert found.gradients.keys() == dict(model.named_parameters()).keys()
-    assert_same_bytes(expected.gradients, found.gradients)
+        assert same(actual.attended[kind], (1 + (kind in ATTENDED_TWICE[name])) * expected.attended[kind])
+    assert len({id(index) for index in actual.attended["S"]}) == 2  # the very indices of the first run
+    assert torch.equal(actual.logged, expected.logged)
+    assert actual.gradients.keys() == dict(model.named_parameters()).keys()
+    assert_same_bytes(expected.gradients, actual.gradients)
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("name", exhaustive_but(["mla_up_proj", "core_attn", "every layer"], "every layer"))
@@ -435,9 +435,9 @@ def test_recompute_of_a_block_that_mtp_runs_twice(
     make: Callable[..., Any], kept: Callable[[int], InFlight], name: str
 ) -> None:
     """The gradients of the two depths are then added up in another order."""
-    found, expected = in_flight(make(*RECOMPUTE[name]), draw_tokens(B, S)), kept(2)
-    assert same(found.losses, expected.losses)
-    assert differing_tensors(expected.gradients, found.gradients, 2e-6) == []
+    actual, expected = in_flight(make(*RECOMPUTE[name]), draw_tokens(B, S)), kept(2)
+    assert same(actual.losses, expected.losses)
+    assert differing_tensors(expected.gradients, actual.gradients, 2e-6) == []
 
 
 @pytest.mark.parametrize("name", exhaustive_but(["core_attn", "every layer"], "core_attn"))
@@ -465,10 +465,10 @@ def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save
         make()
         assert not torch._C._is_multithreading_enabled()
     assert claimed.call_count == 1
-    given = {"save": str(tmp_path), "load": None, "ckpt_step": 3, "finetune": False}
+    flags = {"save": str(tmp_path), "load": None, "ckpt_step": 3, "finetune": False}
     with mock.patch.object(nam56r.checkpoint_folder, "claim") as claim:
         for skipped in (True, False):
-            arguments = SimpleNamespace(**given, skip_train=skipped, distributed_timeout_minutes=4)
+            arguments = SimpleNamespace(**flags, skip_train=skipped, distributed_timeout_minutes=4)
             with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
                 nam56r.claim_save_folder(None)
     assert claim.mock_calls == [mock.call(str(tmp_path), None, 3, finetune=False, timeout_minutes=4)]
@@ -520,11 +520,11 @@ def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
     low = stock.build(WIDE, preset("nam56r_tiny"), process, precision="bf16")
     wrapped = Float16Module(low.config, low)
     for kind, names in FP32.items():
-        found, drawn = (layer(m, FAMILIES[kind]).self_attention for m in (wrapped.module, built))
-        kept = {name for name, parameter in found.named_parameters() if parameter.dtype == torch.float32}
+        mixer, drawn = (layer(m, FAMILIES[kind]).self_attention for m in (wrapped.module, built))
+        kept = {name for name, parameter in mixer.named_parameters() if parameter.dtype == torch.float32}
         assert kept == names
         for name in names:
-            assert torch.equal(getattr(found, name), getattr(drawn, name)), name
+            assert torch.equal(getattr(mixer, name), getattr(drawn, name)), name
     losses = run(wrapped, tokens)
     truth = run(built, tokens)
     # A token that another expert or another key goes to is off by more than bf16 rounds; few are.
@@ -582,15 +582,15 @@ def test_weight_decay_is_as_the_page_says(built: Any) -> None:
     decayed = {id(parameter) for group in groups if group["wd_mult"] > 0 for parameter in group["params"]}
     rows = re.findall(r"^\| ([MR]) \| (`.+`) \| (yes|no) \| .+ \|$", PAGE.read_text(), re.MULTILINE)
     for kind in "MR":
-        said = {
+        documented = {
             name: decays == "yes"
             for letter, names, decays in rows
             if letter == kind
             for name in re.findall(r"`([\w.]+)`", names)
         }
-        del said["in_proj.replicated_weight"]  # in a process of its own all parts are in one weight
+        del documented["in_proj.replicated_weight"]  # in a process of its own all parts are in one weight
         mixer = layer(built, FAMILIES[kind]).self_attention
-        assert {name: id(parameter) in decayed for name, parameter in mixer.named_parameters()} == said
+        assert {name: id(parameter) in decayed for name, parameter in mixer.named_parameters()} == documented
 
 
 def test_documents_that_a_mask_alone_cannot_keep_apart_are_refused(process: Path) -> None:
@@ -725,9 +725,9 @@ def test_a_parameter_is_drawn_in_float32_and_then_cast() -> None:
         tensor.fill_(1 + 2**-12)
 
     assert filled((2,), config, init, torch.bfloat16).tolist() == [1.0, 1.0]
-    whole, cast = filled((2,), config, init), filled((2,), config, init, torch.bfloat16)
-    assert (whole.dtype, cast.dtype, set(drawn)) == (torch.float32, torch.bfloat16, {torch.float32})
-    assert whole.tolist() == [1 + 2**-12] * 2
+    in_float32, cast = filled((2,), config, init), filled((2,), config, init, torch.bfloat16)
+    assert (in_float32.dtype, cast.dtype, set(drawn)) == (torch.float32, torch.bfloat16, {torch.float32})
+    assert in_float32.tolist() == [1 + 2**-12] * 2
 
 
 @pytest.mark.parametrize(

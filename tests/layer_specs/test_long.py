@@ -78,11 +78,11 @@ def test_decoding_in_pieces_sees_the_same_window(make: Make) -> None:
 
 
 def test_a_window_as_long_as_the_row_is_full_attention(make: Make) -> None:
-    found = []
+    outcomes = []
     for schedule, mtp in (("WFS", "W"), ("-FS", "-")):
         overrides = {**LONG, "mla": {"window_size": S}, "dsa": {"schedule": schedule}, "mtp": {"attention": mtp}}
-        found.append(micro_batch.outcome(make(overrides), micro_batch.draw_tokens(2, S)))
-    (losses, gradients), (expected, others) = found
+        outcomes.append(micro_batch.outcome(make(overrides), micro_batch.draw_tokens(2, S)))
+    (losses, gradients), (expected, others) = outcomes
     torch.testing.assert_close(losses, expected)
     assert gradients.keys() == others.keys()
     for name, gradient in gradients.items():
@@ -105,8 +105,8 @@ def test_the_rotary_embedding_is_yarns(make: Make) -> None:
     scale = (0.1 * math.log(factor) + 1) / (0.08 * math.log(factor) + 1)
     angles = torch.outer(torch.arange(S).double(), torch.tensor(rates, dtype=torch.float64))
     cosines = scale * angles.cos()
-    found = table.double()
-    assert any((found[..., i : i + width // 2] - cosines).abs().max() < 1e-5 for i in (0, width // 2)), found.shape
+    exact = table.double()
+    assert any((exact[..., i : i + width // 2] - cosines).abs().max() < 1e-5 for i in (0, width // 2)), exact.shape
     expected = (0.08 * math.log(factor) + 1) ** 2 / math.sqrt(32)
     assert attention.softmax_scale == pytest.approx(expected)
     assert core(model.decoder.layers[0]).softmax_scale == pytest.approx(expected)
@@ -115,13 +115,13 @@ def test_the_rotary_embedding_is_yarns(make: Make) -> None:
 def test_recompute_and_documents(make: Make) -> None:
     """Packed rows are each document by itself, whatever the window; what is recomputed changes nothing."""
     lengths = (5, 30, 13)
-    tokens, told = micro_batch.draw_tokens(1, S), {"packed_seq_params": micro_batch.packed(lengths)}
+    tokens, documents = micro_batch.draw_tokens(1, S), {"packed_seq_params": micro_batch.packed(lengths)}
     ways = ((), stock.full_recompute(), stock.selective_recompute("core_attn"))
-    found = [micro_batch.outcome(make(LONG, *words), tokens, **told) for words in ways]
-    for losses, gradients in found[1:]:
-        assert torch.equal(losses, found[0][0])
+    outcomes = [micro_batch.outcome(make(LONG, *words), tokens, **documents) for words in ways]
+    for losses, gradients in outcomes[1:]:
+        assert torch.equal(losses, outcomes[0][0])
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, found[0][1][name], msg=name)
+            torch.testing.assert_close(gradient, outcomes[0][1][name], msg=name)
     model = make({**LONG, "mtp": {"depth": 0}}).eval()
     with torch.no_grad():
         row = micro_batch.losses_of(model, tokens, packed_seq_params=micro_batch.packed(lengths))

@@ -34,7 +34,7 @@ def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) 
     tokens = micro_batch.draw_tokens(B, S)
     losses_BS, gradients = micro_batch.outcome(built(process, STOCK), tokens)
     model = built(process, "reference", *words)
-    found_BS, found = micro_batch.outcome(model, tokens)
+    our_losses_BS, our_gradients = micro_batch.outcome(model, tokens)
     for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer):
         norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
         assert any(getattr(module, "backend", None) and module.backend.observed == "reference" for module in norms)
@@ -42,13 +42,13 @@ def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) 
     plain = [depth.enorm, depth.hnorm, depth.final_layernorm]
     assert {norm.backend.observed for norm in plain} == {"reference"}
     assert all(type(norm(torch.randn(2, 128))) is torch.Tensor for norm in plain)
-    torch.testing.assert_close(found_BS, losses_BS, rtol=1e-6, atol=0)
-    assert differing_tensors(gradients, found, 1e-5) == []
+    torch.testing.assert_close(our_losses_BS, losses_BS, rtol=1e-6, atol=0)
+    assert differing_tensors(gradients, our_gradients, 1e-5) == []
 
 
 def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> None:
-    ours, theirs = (built(process, backend).decoder.layers[2] for backend in ("reference", STOCK))
-    keys = [{one.key for one in layer.sharded_state_dict().values()} for layer in (ours, theirs)]
+    ours, stock_layer = (built(process, backend).decoder.layers[2] for backend in ("reference", STOCK))
+    keys = [{tensor.key for tensor in layer.sharded_state_dict().values()} for layer in (ours, stock_layer)]
     assert keys[0] == keys[1] >= {"input_layernorm.weight"}
     copied, x = copy.deepcopy(ours.input_layernorm), torch.randn(3, 1, 128)
     assert copied.returns_residual  # as TransformerLayer asks since NVIDIA/Megatron-LM#4497

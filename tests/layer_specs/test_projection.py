@@ -39,12 +39,12 @@ def test_every_part_can_be_read_in_16_bytes(name: str, tensor: int, kind: str) -
             model.check_divisible(Layout(tensor=tensor, sequence_parallel=True))
         return
     parts = KINDS[kind][1](model)
-    whole = {False: {"dt", "A", "trap"}, True: set()}
+    unaligned = {False: {"dt", "A", "trap"}, True: set()}
     for replicated in (False, True):
         placed, rows = slots(tuple(part for part in parts if part.replicated is replicated), tensor)
         assert rows % ALIGNMENT == 0
         for slot in placed:
-            assert slot.start % ALIGNMENT == 0 or slot.part.name in whole[replicated] - {"dt"}
+            assert slot.start % ALIGNMENT == 0 or slot.part.name in unaligned[replicated] - {"dt"}
             assert slot.rows * (1 if replicated else tensor) == slot.part.rows
         ends = [0, *(slot.start + slot.rows for slot in placed)]
         assert all(0 <= slot.start - end < ALIGNMENT for slot, end in zip(placed, ends, strict=False))
@@ -102,8 +102,8 @@ def test_a_backend_may_give_the_wide_parts_and_the_rest_apart(built: Any, monkey
         total = sum((part.sin() * number).sum() for number, part in enumerate(parts.values(), 1))
         both.append([*parts.values(), *torch.autograd.grad(total, projection.weight)])
     assert [*parts] == ["z", "x", "B", "C", "dt", "A", "trap", "angles"]
-    for one, other in zip(*both, strict=True):
-        torch.testing.assert_close(one, other)
+    for tensor, other in zip(*both, strict=True):
+        torch.testing.assert_close(tensor, other)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -117,9 +117,9 @@ def test_a_fused_gradient_is_added_to_main_grad(built: Any, fused: bool, monkeyp
     for name, value in (("main_grad", torch.ones_like(weight)), ("grad_added_to_main_grad", False)):
         monkeypatch.setattr(weight, name, value, raising=False)
     torch.cat(list(projection(hidden_SBD).values()), dim=-1).sin().sum().backward()
-    given, weight.grad = weight.grad, None
+    grad, weight.grad = weight.grad, None
     assert weight.grad_added_to_main_grad is fused
-    assert fused or torch.allclose(given, expected, atol=1e-5)
+    assert fused or torch.allclose(grad, expected, atol=1e-5)
     torch.testing.assert_close(weight.main_grad, 1 + expected if fused else torch.ones_like(weight))
 
 
@@ -136,5 +136,5 @@ def test_a_checkpoint_holds_parts_without_padding_and_gives_them_back(built: Any
     }
     assert torch.equal(factory.merge_fn([tensor.data for tensor in tensors]), projection.weight)
     moments = torch.randn_like(projection.weight)
-    found = factory.build_fn("optimizer.state.exp_avg.p.weight", moments, (0, 0, 0), None)
-    assert {tensor.key for tensor in found} == {f"optimizer.state.exp_avg.p.weight.{part.name}" for part in parts}
+    sharded = factory.build_fn("optimizer.state.exp_avg.p.weight", moments, (0, 0, 0), None)
+    assert {tensor.key for tensor in sharded} == {f"optimizer.state.exp_avg.p.weight.{part.name}" for part in parts}

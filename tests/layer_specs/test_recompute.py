@@ -43,7 +43,7 @@ def losses_BS(model: Any, seed: int) -> torch.Tensor:
 
 def train(model: Any, steps: int = 3) -> list[float]:
     """Losses of some steps of gradient descent."""
-    found = []
+    losses = []
     for _ in range(steps):
         model.zero_grad()
         loss = losses_BS(model, 0).mean()
@@ -52,8 +52,8 @@ def train(model: Any, steps: int = 3) -> list[float]:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(0.1 * parameter.grad)
-        found.append(float(loss))
-    return found
+        losses.append(float(loss))
+    return losses
 
 
 def two_micro_batches(model: Any) -> dict[str, torch.Tensor]:
@@ -69,12 +69,12 @@ def two_micro_batches(model: Any) -> dict[str, torch.Tensor]:
 def plain(build: Callable[..., Any]) -> dict[str, Any]:
     """What the untreated model gives."""
     model = build()
-    found = {
+    untreated = {
         "keys": list(model.state_dict()),
         "bytes": saved_bytes(lambda: losses_BS(model, 1)),
         "gradients": two_micro_batches(model),
     }
-    return {**found, "losses": train(model)}
+    return {**untreated, "losses": train(model)}
 
 
 @pytest.mark.parametrize("words", [(), stock.full_recompute()], ids=["alone", "in whole layers"])
@@ -87,8 +87,8 @@ def test_the_mlp_of_mtp_in_chunks(
     rows: list[int] = []
     fc1 = model.mtp.layers[0].mtp_model_layer.mlp.linear_fc1
     fc1.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    found = two_micro_batches(model)
-    check_gradients(found, plain["gradients"])
+    grads = two_micro_batches(model)
+    check_gradients(grads, plain["gradients"])
     assert set(rows) == {5, 2}
     assert len(rows) == 7 * 2 * 2 * (
         3 if words else 2
@@ -112,11 +112,11 @@ def test_all_families_at_once(build: Callable[..., Any], plain: dict[str, Any]) 
     assert train(model) == pytest.approx(plain["losses"], rel=1e-5)
 
 
-def check_gradients(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == truth.keys()
+def check_gradients(actual: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == truth.keys()
     assert any(name.startswith("mtp.") for name in truth)
     for name, gradient in truth.items():
-        assert_parity(found[name], gradient, rms=1e-4, name=name)
+        assert_parity(actual[name], gradient, rms=1e-4, name=name)
 
 
 @pytest.mark.parametrize(

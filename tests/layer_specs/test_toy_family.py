@@ -38,7 +38,7 @@ def test_a_family_is_known_where_its_record_is(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(FAMILIES, "T", TOY)
     model = with_overrides(tiny, OVERRIDES)
     width = model.hidden_size
-    assert (model.layers, [one.letter for one in model.families]) == ("TATA", ["A", "T"])
+    assert (model.layers, [family.letter for family in model.families]) == ("TATA", ["A", "T"])
     assert model.parameters()["T"] == 2 * (width**2 + 2 * width)
     with raises(ModelError, "toys", "2"):
         model.check_layout(Layout(tensor=2, sequence_parallel=True))

@@ -84,11 +84,11 @@ def main(dataset: str, observed: str) -> int:
     imported = launcher.import_named
 
     def import_named(*names: str) -> Any:  # when the CPU lane is there
-        found = imported(*names)
+        modules = imported(*names)
         from megacpp_mcore.layer_specs import nam56r
 
         nam56r.SPECS["T"] = spec
-        return found
+        return modules
 
     launcher.import_named = import_named  # type: ignore[assignment]
     chosen = settings.from_environment()

@@ -17,13 +17,13 @@ def compared(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     a, b, c = (random().requires_grad_() for _ in range(3))
     total, gradient = add.add3(a, b.transpose(0, 1).contiguous().transpose(0, 1), c), random()
     assert torch.equal(total, (a + b) + c)
-    assert all(torch.equal(one, gradient) for one in torch.autograd.grad(total, (a, b, c), gradient))
+    assert all(torch.equal(reader_grad, gradient) for reader_grad in torch.autograd.grad(total, (a, b, c), gradient))
     for count in (3, 2, 1):
         incoming = [random() for _ in range(count)]
         readers = add.fork3(a)
-        assert all(torch.equal(one, a) for one in readers)
-        (found,) = torch.autograd.grad(readers[:count], a, incoming)
+        assert all(torch.equal(reader, a) for reader in readers)
+        (grad,) = torch.autograd.grad(readers[:count], a, incoming)
         truth = incoming[-1]
-        for one in reversed(incoming[:-1]):
-            truth = truth + one
-        assert torch.equal(found, truth)
+        for cotangent in reversed(incoming[:-1]):
+            truth = truth + cotangent
+        assert torch.equal(grad, truth)

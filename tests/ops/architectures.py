@@ -75,9 +75,9 @@ def variants(architecture: str) -> Iterator[tuple[str, kernels.Variant]]:
 
 def outcome(variant: kernels.Variant, architecture: str) -> tuple[int, int]:
     """How bad it is, 0 (compiles) to 4, and the bytes, or threads, that are too many."""
-    made_for, (_, kernel, given, constants) = target(architecture), variant
+    made_for, (_, kernel, signature, constants) = target(architecture), variant
     try:
-        made = build(kernel, given, constants, made_for, multiples=kernels.multiples(variant))
+        made = build(kernel, signature, constants, made_for, multiples=kernels.multiples(variant))
     except Exception:
         return 4, 0
     if made.metadata.shared > ARCHITECTURES[architecture].shared:
@@ -112,7 +112,7 @@ def column(architecture: str) -> dict[str, str]:
             running[child] = row, file
         while running:
             ended()
-    return {row: _words(architecture, row, *found) for row, found in worst.items()}
+    return {row: _words(architecture, row, *worst_outcome) for row, worst_outcome in worst.items()}
 
 
 def _words(architecture: str, row: str, badness: int, number: int) -> str:
@@ -127,8 +127,8 @@ def _words(architecture: str, row: str, badness: int, number: int) -> str:
 
 def committed() -> dict[str, dict[str, str]]:
     """The page's table: by architecture, its cell of each row."""
-    found = BLOCK.search(PAGE.read_text(encoding="utf-8"))
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (found[0] if found else "").splitlines()]
+    table = BLOCK.search(PAGE.read_text(encoding="utf-8"))
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (table[0] if table else "").splitlines()]
     (head, _, *body) = lines or [[""], []]
     return {name: {line[0].replace("`", ""): line[place] for line in body} for place, name in enumerate(head) if place}
 

@@ -24,21 +24,21 @@ def compared(
     gradient = torch.randn(shape, device=device, generator=draw).to(dtype)
     gradient = gradient.transpose(0, 1) if transposed else gradient
     held = torch.randn(V, D, device=device, generator=draw).to(total)
-    found = []
+    buffers = []
     for _ in range(2):
-        buffer, asked = held.clone(), []
-        main_grad = MainGrad(buffer, partial(asked.append, None))
+        buffer, requests = held.clone(), []
+        main_grad = MainGrad(buffer, partial(requests.append, None))
         rows = embedding.embedding(token, weight, main_grad)
         assert torch.equal(rows, weight[token])
         rows.backward(gradient)
-        assert (weight.grad, asked) == (None, [None])
-        found.append(buffer)
+        assert (weight.grad, requests) == (None, [None])
+        buffers.append(buffer)
     truth = held.double().index_put((token,), gradient.double(), accumulate=True)
     tolerance = 2e-6 if total == torch.float32 else 1e-2
-    torch.testing.assert_close(found[0].double(), truth, rtol=tolerance, atol=tolerance * 10)
-    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(buffers[0].double(), truth, rtol=tolerance, atol=tolerance * 10)
+    assert torch.equal(buffers[0], buffers[1])
     with raises(ModelError, "24", "16"):
         embedding.embedding(token, weight[:, :24], MainGrad(held[:, :24].contiguous(), lambda: None))
     absent = torch.ones(V, dtype=torch.bool, device=device).index_fill(0, token.flatten(), False)
     assert absent.any()
-    assert torch.equal(found[0][absent], held[absent])
+    assert torch.equal(buffers[0][absent], held[absent])

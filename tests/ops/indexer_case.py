@@ -78,9 +78,9 @@ def check_all_keys(
     for exact in (False, True):
         q, k, w = inputs = draw(S, H=H, D=D, T=T, dtype=dtype, device=device, exact=exact)
         part = [q[first:end], k, w[first:end]]
-        for given in (inputs, as_one_projection(inputs), [q, k, w.float()]):
+        for qkw in (inputs, as_one_projection(inputs), [q, k, w.float()]):
             buffer = torch.full((2, end - first + 2, T), float("nan"), device=device)
-            score_all(buffer[:, 1:-1], *given, first)
+            score_all(buffer[:, 1:-1], *qkw, first)
             assert_scored(buffer[:, 1:-1], part)
             assert bool(buffer[:, [0, -1]].isnan().all())
             assert not exact or torch.equal(buffer[:, 1:-1], score_block(q[first:end], k.float(), w[first:end]))
@@ -92,11 +92,11 @@ def check_not_finite(score_all: Callable[..., Any], D: int, dtype: torch.dtype, 
     q, k, w = draw(70, H=3, D=D, T=150, dtype=dtype, device=device)
     k[[30, 31, 149], 0, 0] = torch.tensor([nan, inf, -inf], dtype=dtype, device=device)
     q[9, 1, 2, 5], q[11, 0, 1], w[13, 0, 2], w[20, 1, 1], w[40] = -inf, 0.0, nan, inf, 0.0
-    found = torch.empty(2, 70, 150, device=device)
-    score_all(found, q, k, w, 0)
-    assert_scored(found, [q, k, w])
-    assert bool(found.isnan().any())
-    assert bool((found == inf).any())
+    score = torch.empty(2, 70, 150, device=device)
+    score_all(score, q, k, w, 0)
+    assert_scored(score, [q, k, w])
+    assert bool(score.isnan().any())
+    assert bool((score == inf).any())
 
 
 def draw_rules(S: int, T: int, B: int = 2, device: str = "cpu") -> dict[str, KeyRule | None]:
@@ -141,11 +141,11 @@ def assert_selected(
     keys = score_BSS.shape[-1]
     in_order = index_BSN.masked_fill(index_BSN < 0, keys).diff(dim=-1)
     assert bool(((in_order > 0) | (index_BSN[..., 1:] < 0)).all()), "keys are out of order"
-    found, wanted = (_chosen(index, keys) for index in (index_BSN, expected_BSN))
-    exchanged = found != wanted
+    selected, wanted = (_chosen(index, keys) for index in (index_BSN, expected_BSN))
+    exchanged = selected != wanted
     print(f"{int(exchanged.sum()) // 2} of {int(wanted.sum())} keys are exchanged")
     top = score_BSS.abs().amax(-1)
-    for chosen in (found, wanted):
+    for chosen in (selected, wanted):
         # Of what is in one selection alone, all scores are near each other.
         rows = score_BSS.masked_fill(~(exchanged & chosen), 0.0)
         other = score_BSS.masked_fill(~(exchanged & ~chosen), 0.0)
@@ -173,13 +173,13 @@ def assert_gradients(
     truth = indexer_grad(*double, index_BSN, target_BSN.double(), factor)
     plain = indexer_grad(*inputs, index_BSN, target_BSN, factor)
     several = ((index_BSN >= 0).sum(-1) > 1).T
-    for name, have, want, peer in zip(("loss", "dq", "dk", "dw"), found, truth, plain, strict=True):
-        assert have.dtype == peer.dtype
+    for name, actual, want, peer in zip(("loss", "dq", "dk", "dw"), found, truth, plain, strict=True):
+        assert actual.dtype == peer.dtype
         if name in ("dq", "dw"):
-            assert bool(have[~several].isfinite().all())
-            have, want, peer = have[several], want[several], peer[several]
-        if have.dim() == 0:
-            have, want, peer = have[None], want[None], peer[None]
+            assert bool(actual[~several].isfinite().all())
+            actual, want, peer = actual[several], want[several], peer[several]
+        if actual.dim() == 0:
+            actual, want, peer = actual[None], want[None], peer[None]
         rms = 1e-5 if name == "loss" else 5e-3
-        print(f"{name}: worst row {worst_row(have, want):.1e}, the reference's {worst_row(peer, want):.1e}")
-        assert_parity(have, want, rms=max(rms, 3 * worst_row(peer, want)), dtype_peer=peer, name=name)
+        print(f"{name}: worst row {worst_row(actual, want):.1e}, the reference's {worst_row(peer, want):.1e}")
+        assert_parity(actual, want, rms=max(rms, 3 * worst_row(peer, want)), dtype_peer=peer, name=name)

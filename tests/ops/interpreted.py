@@ -148,8 +148,8 @@ def grouped_mlp(rms: float, small_tiles: bool = False, **sizes: Any) -> None:
     if case.ranks > 1:
         return  # each token may have any number of a rank's experts
     routing[3], routing[-1] = True, False
-    found = grouped_mlp_case.outcome(grouped.routed_mlp, case, inputs)
-    for tensor in (found["y"], found["dx"]):
+    outputs = grouped_mlp_case.outcome(grouped.routed_mlp, case, inputs)
+    for tensor in (outputs["y"], outputs["dx"]):
         assert tensor[[3, -1]].isnan().all()
         assert tensor.isfinite().any()
 
@@ -191,19 +191,19 @@ def experts_in_fp8(ranks: int = 1) -> None:
         **_: Any,
     ) -> torch.Tensor:
         """``torch._scaled_grouped_mm`` of rows and of a stack of matrices."""
-        ends, found = [0, *offs.tolist()], []
+        ends, groups = [0, *offs.tolist()], []
         products.append(right.dim())
         largest = left[: ends[-1]].abs().amax(-1)
         torch.testing.assert_close(largest, torch.full_like(largest, 448.0))
         torch.testing.assert_close(right.abs().amax((1, 2)), torch.full((len(right),), 448.0))
         for expert, (start, end) in enumerate(itertools.pairwise(ends)):
             rows = left[start:end] * left_scale[start:end, None]
-            found.append(rows @ (right[expert] * right_scale[expert]))
+            groups.append(rows @ (right[expert] * right_scale[expert]))
         unused = torch.full((len(left) - ends[-1], right.shape[2]), UNUSED)
-        return torch.cat([*found, unused])
+        return torch.cat([*groups, unused])
 
-    def transposed(*given: Any) -> Any:
-        made = transpose(*given)
+    def transposed(*operands: Any) -> Any:
+        made = transpose(*operands)
         columns.append(float(made.values_WP[:, : made.end_P[-1]].abs().max()))
         return made
 
@@ -252,8 +252,8 @@ def mamba3_projection_in_fp8(**sizes: int) -> None:
     for op, of_gradient in ((mamba3_projection.project, 1), (mamba3_projection.project_gradient_bf16, 0)):
         for dtype in (None, torch.float32, torch.float64):  # of main_grad
             products.clear()
-            found = mamba3_projection_case.outcome(op, case, inputs, main_grad=dtype)
-            assert_same(found, truth, 2e-6)
+            outputs = mamba3_projection_case.outcome(op, case, inputs, main_grad=dtype)
+            assert_same(outputs, truth, 2e-6)
             assert products == [(True, True), (True, False)] + [(False, False)] * of_gradient, products
 
 
@@ -286,8 +286,8 @@ def feed_forward_in_fp8(**sizes: int) -> None:
     truth = feed_forward_case.outcome(feed_forward_reference.feed_forward, inputs, torch.float64)
     for dtype in (None, torch.float32, torch.float64):  # of main_grad
         products.clear()
-        found = feed_forward_case.outcome(feed_forward.feed_forward, inputs, main_grad=dtype)
-        assert_same(found, truth, 1e-5)  # the error function is within 1.5e-7
+        outputs = feed_forward_case.outcome(feed_forward.feed_forward, inputs, main_grad=dtype)
+        assert_same(outputs, truth, 1e-5)  # the error function is within 1.5e-7
         assert products == [(True, True)] * 2 + [(True, False)] * 2 + [(False, False)] * 2, products
     added = feed_forward_case.outcome(feed_forward_reference.feed_forward, inputs, torch.float64, torch.float64)
     assert_same(added, truth, 1e-12)
@@ -340,7 +340,7 @@ def indexer_by_chunks(D: int = 64) -> None:
     """Selections and scores are plain PyTorch's, whatever the rule; inputs that the kernel does not take are PyTorch's."""
     runs_kernels, calls = indexer_chunks._runs_kernels, []
     score_all = indexer.score_all
-    indexer.score_all = lambda *given: calls.append(given[0].shape) or score_all(*given)
+    indexer.score_all = lambda *args: calls.append(args[0].shape) or score_all(*args)
     for S, T in ((90, 140), (140, 90)):
         made = indexer_chunks.Indexer(*indexer_case.draw_exact(S, H=3, D=D, T=T, dtype=torch.float16))
         query, key, _ = indexer_case.draw(S, H=2, D=8, T=T)
@@ -364,8 +364,8 @@ def indexer_by_chunks(D: int = 64) -> None:
     q, k, w = (tensor.float() for tensor in indexer_case.draw(9, H=3, D=D))
     half, other = (q.half(), k.half(), w.half()), (q[..., :32], k[..., :32], w)
     assert indexer_chunks.Indexer(*half[:2], w).by_kernel
-    for given in ((q, k, w), (*half[:2], w.double()), (half[0], k.bfloat16(), w), [tensor.half() for tensor in other]):
-        assert not indexer_chunks.Indexer(*given).by_kernel
+    for qkw in ((q, k, w), (*half[:2], w.double()), (half[0], k.bfloat16(), w), [tensor.half() for tensor in other]):
+        assert not indexer_chunks.Indexer(*qkw).by_kernel
     assert not indexer_chunks.Indexer(*half, relu=False).by_kernel
     indexer_chunks._runs_kernels = runs_kernels
     assert not indexer_chunks.Indexer(*half).by_kernel  # on a CPU
@@ -384,7 +384,7 @@ def indexer_learns() -> None:
     rules["causal"] = indexer_chunks.KeyRule.causal(S, T, torch.device("cpu"))
     weight, rows_BS = torch.tensor(700.0), (torch.arange(2 * S) % 7 > 0).view(2, S).float()
     grad, called = indexer.indexer_grad, []
-    indexer.indexer_grad = lambda *given: called.append(None) or grad(*given)
+    indexer.indexer_grad = lambda *args: called.append(None) or grad(*args)
     for name, rule in rules.items():
         if rule is None:
             continue
@@ -394,8 +394,8 @@ def indexer_learns() -> None:
             assert attention.by_kernel(rule) == (kernel and name != "additive")
             best_BSN, index_BSN = indexer_chunks.select(made, 20, rule)
             loss_BS = indexer_chunks.sparse_divergence(attention, best_BSN, index_BSN, rule)
-            given, backward = (made, attention, index_BSN, rule, weight), indexer_chunks.sparse_backward
-            both.append([loss_BS, *backward(*given), *backward(*given, rows_BS)])
+            loss_inputs, backward = (made, attention, index_BSN, rule, weight), indexer_chunks.sparse_backward
+            both.append([loss_BS, *backward(*loss_inputs), *backward(*loss_inputs, rows_BS)])
         for number, (plain, ours) in enumerate(zip(*both, strict=True)):
             assert plain.dtype == ours.dtype
             assert_parity(ours, plain.double(), rms=1e-4 if number == 0 else 5e-3, name=f"{name}, {number}")
@@ -449,10 +449,10 @@ def indexer_gradient() -> None:
     for block, deterministic in ((32, False), (16, False), (16, True)):
         indexer.learn = lambda *sizes, block=block: launch(*sizes) | {"BLOCK": block}
         torch.use_deterministic_algorithms(deterministic)
-        found = indexer.indexer_grad(*inputs, index_BSN, target_BSN, 700.0)
-        indexer_case.assert_gradients(found, inputs, index_BSN, target_BSN, 700.0)
-        assert torch.equal(found[1][7, 0], torch.zeros_like(found[1][7, 0]))
-        assert torch.equal(found[1][5, 1], torch.zeros_like(found[1][5, 1]))
+        gradients = indexer.indexer_grad(*inputs, index_BSN, target_BSN, 700.0)
+        indexer_case.assert_gradients(gradients, inputs, index_BSN, target_BSN, 700.0)
+        assert torch.equal(gradients[1][7, 0], torch.zeros_like(gradients[1][7, 0]))
+        assert torch.equal(gradients[1][5, 1], torch.zeros_like(gradients[1][5, 1]))
 
 
 V = 1003
@@ -478,27 +478,27 @@ def linear_cross_entropy() -> None:
     for dtype, rms in ((torch.float32, 1e-6), (torch.float16, 5e-4)):
         outcomes = []
         for module in (eager, cross_entropy):
-            alone, given = logit_rows(dtype), logit_rows(dtype)
-            found = module.statistics(alone, label_C, weight_C)
-            again = module.statistics(given, label_C, None)
-            assert all(map(torch.equal, found, again))
-            assert torch.equal(given, logit_rows(dtype))
-            logsumexp_C = found.top + found.total.log()
-            module.gradient_(given, label_C, logsumexp_C, weight_C)
-            outcomes.append((found, alone, given))
+            at_once, later = logit_rows(dtype), logit_rows(dtype)
+            statistics = module.statistics(at_once, label_C, weight_C)
+            again = module.statistics(later, label_C, None)
+            assert all(map(torch.equal, statistics, again))
+            assert torch.equal(later, logit_rows(dtype))
+            logsumexp_C = statistics.top + statistics.total.log()
+            module.gradient_(later, label_C, logsumexp_C, weight_C)
+            outcomes.append((statistics, at_once, later))
         (stock, *expected), (ours, *actual) = outcomes
         assert torch.equal(stock.column, ours.column), (stock.column, ours.column)
         assert torch.equal(stock.top, ours.top)
         for name in ("total", "picked"):
             assert_parity(getattr(ours, name)[:, None], getattr(stock, name)[:, None], rms=1e-6, name=name)
-        for name, have, want in zip(("at once", "later"), actual, expected, strict=True):
-            assert_parity(have, want, rms=rms, name=name)
+        for name, output, reference in zip(("at once", "later"), actual, expected, strict=True):
+            assert_parity(output, reference, rms=rms, name=name)
     gradient, total = torch.randn(5, 1000).half(), torch.randn(5, 1000)
     for beta in (0.0, 1.0):
-        have, want = total.clone(), total.clone()
-        for module, out in ((cross_entropy, have), (eager, want)):
+        scaled, reference = total.clone(), total.clone()
+        for module, out in ((cross_entropy, scaled), (eager, reference)):
             module.add_scaled_(out, gradient, torch.tensor([0.3]), beta)
-        assert_parity(have, want, rms=1e-6)
+        assert_parity(scaled, reference, rms=1e-6)
 
 
 def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
@@ -545,11 +545,11 @@ def mamba3_mixer(tokens: int, block: int | None = None, **sizes: Any) -> None:
     truth = outcome(mamba3_reference.mamba3, case, double, method="sequential")
     plain = outcome(mamba3_reference.mamba3, case, tensors)
     recomputed = partial(checkpoint, mamba3.mamba3, use_reentrant=False)
-    found = outcome(strided(recomputed), case, tensors)
-    assert_near(found, truth, plain, 5e-4)
+    outputs = outcome(strided(recomputed), case, tensors)
+    assert_near(outputs, truth, plain, 5e-4)
     for kept in (mamba3.mamba3_keep_scan, mamba3.mamba3_keep_all) if case.R > 1 else ():
         for key, tensor in outcome(kept, case, tensors).items():
-            assert torch.equal(tensor, found[key]), key
+            assert torch.equal(tensor, outputs[key]), key
 
 
 def adam_steps() -> None:
@@ -565,14 +565,14 @@ def adam_steps() -> None:
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     plain, table = torch.optim.AdamW(truth, **options), adam.Table(shards)
     for number, factor in enumerate((0.3, None, 0.7), start=1):
-        for one, weight in zip(shards, truth, strict=True):
-            one.gradient.normal_(generator=draw)
-            weight.grad = one.gradient.double() * (factor or 1.0)
+        for fused, weight in zip(shards, truth, strict=True):
+            fused.gradient.normal_(generator=draw)
+            weight.grad = fused.gradient.double() * (factor or 1.0)
         plain.step()
         adam.step(table, **options, number=number, scale=None if factor is None else torch.tensor([factor]))
-    for one, weight in zip(shards, truth, strict=True):
-        torch.testing.assert_close(one.weight.double(), weight, rtol=0, atol=1e-6)
-        assert one.copy is None or torch.equal(one.copy, one.weight.half())
+    for fused, weight in zip(shards, truth, strict=True):
+        torch.testing.assert_close(fused.weight.double(), weight, rtol=0, atol=1e-6)
+        assert fused.copy is None or torch.equal(fused.copy, fused.weight.half())
 
 
 def adam_in_16_bits() -> None:
@@ -593,19 +593,19 @@ def adam_in_16_bits() -> None:
         assert table.align == (2 if offset else 16)
         for number, factor in enumerate((0.3, None, 0.7), start=1):
             scale = None if factor is None else torch.tensor([factor])
-            for one, other in zip(*kinds, strict=True):
-                other.gradient.copy_(one.gradient.normal_(generator=draw))
-                reference_step(*other, **options, number=number, scale=scale)
+            for fused, reference in zip(*kinds, strict=True):
+                reference.gradient.copy_(fused.gradient.normal_(generator=draw))
+                reference_step(*reference, **options, number=number, scale=scale)
             adam.step(table, **options, number=number, scale=scale)
-        for one, other in zip(*kinds, strict=True):
-            assert one.copy is not None
-            assert other.copy is not None
-            found, wanted = (joined(shard.copy, shard.weight) for shard in (one, other))
-            torch.testing.assert_close(found, wanted, rtol=0, atol=error)
-            assert all(map(torch.equal, split(found), (one.copy, one.weight)))
+        for fused, reference in zip(*kinds, strict=True):
+            assert fused.copy is not None
+            assert reference.copy is not None
+            joined_weight, expected = (joined(shard.copy, shard.weight) for shard in (fused, reference))
+            torch.testing.assert_close(joined_weight, expected, rtol=0, atol=error)
+            assert all(map(torch.equal, split(joined_weight), (fused.copy, fused.weight)))
             for name in ("exp_avg", "exp_avg_sq"):
                 bound = {"rtol": 3 * 2**-7, "atol": 1e-3} if avg == narrow else {"rtol": 1e-6, "atol": 1e-7}
-                torch.testing.assert_close(getattr(one, name), getattr(other, name), **bound)
+                torch.testing.assert_close(getattr(fused, name), getattr(reference, name), **bound)
 
 
 def sums_of_three() -> None:
@@ -624,10 +624,10 @@ def embeddings() -> None:
 
 
 def assert_near(
-    found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rms: float
+    outputs: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], rms: float
 ) -> None:
     """Every result is right, or not much further off than plain PyTorch's in float32."""
-    for name, tensor in found.items():
+    for name, tensor in outputs.items():
         assert_parity(tensor, truth[name], rms=max(rms, 4 * worst_row(plain[name], truth[name])), name=name)
 
 
@@ -645,9 +645,9 @@ def mla_projection(dtype: torch.dtype, rms: float) -> None:
         mla_projection_case.assert_same(case, outcome(ours, case), truth, outcome(plain, case), rms)
     for case in mla_projection_case.cases(S=5, B=1, H=2, width=width, hidden=24, indexer_heads=3, dtype=dtype):
         if case.op in ("latents", "indexer_inputs"):
-            for given in (case.leaves, case.others):  # the strides of an embedding's output at a micro-batch of 1
-                if "hidden_SBD" in given:
-                    given["hidden_SBD"] = given["hidden_SBD"].as_strided((5, 1, 24), (24, 5 * 24, 1))
+            for tensors in (case.leaves, case.others):  # the strides of an embedding's output at a micro-batch of 1
+                if "hidden_SBD" in tensors:
+                    tensors["hidden_SBD"] = tensors["hidden_SBD"].as_strided((5, 1, 24), (24, 5 * 24, 1))
             with Products() as products:
                 outcome(getattr(projection, case.op), case)
             assert "aten::mm" in products.names, products.names
@@ -702,14 +702,14 @@ def core_attention(dtype: torch.dtype, rms: float) -> None:
         (90, 2, None, None), (1, 1, None, None), (49, 1, 0.5, None), (80, 2, 0.04, None), (77, 1, 0.02, 9), (64, 1, None, 20),
         (20, 1, 0.1, 0), (40, 1, 0.05, 2**40),
     ):  # fmt: skip
-        whole = torch.randn(S, B, 2, 48, generator=draw).to(dtype)
-        q, (k, v) = torch.randn(S, B, 2, 40, generator=draw).to(dtype)[..., 8:], slices.split(whole, (32, 16))
+        projected = torch.randn(S, B, 2, 48, generator=draw).to(dtype)
+        q, (k, v) = torch.randn(S, B, 2, 40, generator=draw).to(dtype)[..., 8:], slices.split(projected, (32, 16))
         do, seq_idx = torch.randn(S, B, 2, 16, generator=draw).to(dtype), None
         if documents is not None:
             starts = torch.rand(B, S, generator=draw) < documents
             seq_idx = torch.where(starts[:, :1], 5, 3).int() + starts.cumsum(1).int()  # rows begin with any number
             mla.attend(q, k, v, softmax_scale=0.3, seq_idx=seq_idx, window=1)  # is not what the next call is of
-        found, again, truth = (
+        outputs, again, truth = (
             outcomes.with_gradients(
                 {"o": op(*own.values(), softmax_scale=0.3, seq_idx=seq_idx, window=window)}, own, [do]
             )
@@ -717,9 +717,9 @@ def core_attention(dtype: torch.dtype, rms: float) -> None:
             for own in [outcomes.leaves({"q": q, "k": k, "v": v}, kind)]
         )
         for name, expected in truth.items():
-            off = float((found[name].double() - expected).norm() / expected.norm().maximum(do.double().norm()))
+            off = float((outputs[name].double() - expected).norm() / expected.norm().maximum(do.double().norm()))
             assert off < rms, (S, B, documents, window, name, off)
-            assert torch.equal(found[name], again[name])
+            assert torch.equal(outputs[name], again[name])
 
 
 def route() -> None:

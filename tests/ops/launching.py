@@ -70,15 +70,15 @@ def of_another_package(x, function: triton.language.constexpr):
 def main(*record: str) -> None:
     """Launch two variants, and a kernel of another package."""
     triton.runtime.driver.set_active(Driver())
-    found: list[bool] = []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)  # type: ignore[assignment]
+    cache_hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: cache_hits.append(cache_hit)  # type: ignore[assignment]
     table = adam.Table([adam.Shard(*(torch.zeros(64) for _ in range(4)), torch.zeros(64, dtype=torch.bfloat16))])
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "number": 1}
     with builds.recorded(Path(record[0])) if record else contextlib.nullcontext():
         for scale in (None, torch.ones(1)):
             adam.step(table, **options, scale=scale)
         of_another_package[(1,)](torch.zeros(64), doubled)
-    print(json.dumps(found))
+    print(json.dumps(cache_hits))
 
 
 if __name__ == "__main__":

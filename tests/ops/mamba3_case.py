@@ -113,8 +113,8 @@ def with_gradients(
     leaves = {name: t.detach().clone().requires_grad_() for name, t in tensors.items()}
     results = run(op, case, leaves, **options)
     generator = torch.Generator().manual_seed(99)
-    given = [torch.randn(t.shape, generator=generator).to(case.dtype).to(t.device, t.dtype) for t in results]
-    gradients = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), given), strict=True))
+    cotangents = [torch.randn(t.shape, generator=generator).to(case.dtype).to(t.device, t.dtype) for t in results]
+    gradients = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), cotangents), strict=True))
     named = dict(zip(("out", "h", "b", "x", "theta"), results, strict=False))
     start = 0
     for name, part in zip(NAMES, case.widths, strict=True):

@@ -76,9 +76,9 @@ def cases(
         "k_bias_R": normal(width, 2)[:, 1],
         "w_down_ND": normal(indexer_heads, hidden, scale=hidden**-0.5),
     }
-    given = {"hidden_SBD": normal(S, B, hidden), "latent_SBQ": normal(S, B, 8), "eps": 1e-5, "scale": 0.3}
+    inputs = {"hidden_SBD": normal(S, B, hidden), "latent_SBQ": normal(S, B, 8), "eps": 1e-5, "scale": 0.3}
     for interleaved in (False, True):
-        yield Case("the indexer's inputs", "indexer_inputs", weights, given | turned | {"interleaved": interleaved})
+        yield Case("the indexer's inputs", "indexer_inputs", weights, inputs | turned | {"interleaved": interleaved})
 
 
 def outcome(fn: Callable[..., Any], case: Case, cast: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -88,8 +88,8 @@ def outcome(fn: Callable[..., Any], case: Case, cast: torch.dtype | None = None)
         name: other.to(cast) if cast is not None and name in ("hidden_SBD", "latent_SBQ") else other
         for name, other in case.others.items()
     }
-    given = fn(**own, **others)
-    outputs = [output for output in (given if isinstance(given, tuple) else (given,)) if output.numel()]
+    returned = fn(**own, **others)
+    outputs = [output for output in (returned if isinstance(returned, tuple) else (returned,)) if output.numel()]
     dtype = next(iter(case.leaves.values())).dtype
     cotangents = [  # made of no random numbers, which a CUDA graph would not repeat
         (torch.arange(output.numel(), device=output.device) % 1009 * 1.7).cos().to(dtype).view(output.shape)
@@ -108,7 +108,7 @@ def assert_same(
     """Every result is the truth's."""
     assert found.keys() == truth.keys()
     for name, expected in truth.items():
-        have, other = found[name], peer[name]
-        print(f"{case.name}, {name}: {worst_row(have, expected):.1e}, plain PyTorch {worst_row(other, expected):.1e}")
+        actual, other = found[name], peer[name]
+        print(f"{case.name}, {name}: {worst_row(actual, expected):.1e}, plain PyTorch {worst_row(other, expected):.1e}")
         factor = None if other.dtype == torch.float32 else 2.0
-        assert_parity(have, expected, rms=rms, dtype_peer=other, max_abs_factor=factor, name=f"{case.name}, {name}")
+        assert_parity(actual, expected, rms=rms, dtype_peer=other, max_abs_factor=factor, name=f"{case.name}, {name}")

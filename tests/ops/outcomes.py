@@ -20,10 +20,10 @@ def leaves(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 
 def with_gradients(outputs: Mapping[str, torch.Tensor], own: Tensors, given: Sequence[torch.Tensor]) -> Tensors:
     """The outputs, and behind a ``d`` the gradient of each leaf; ``given`` are those of the outputs, in any dtype."""
-    cotangents = [one.to(output.dtype) for one, output in zip(given, outputs.values(), strict=True)]
+    cotangents = [cotangent.to(output.dtype) for cotangent, output in zip(given, outputs.values(), strict=True)]
     gradients = torch.autograd.grad(list(outputs.values()), list(own.values()), cotangents)
-    found = {name: output.detach() for name, output in outputs.items()}
-    return found | {f"d{name}": gradient for name, gradient in zip(own, gradients, strict=True)}
+    detached = {name: output.detach() for name, output in outputs.items()}
+    return detached | {f"d{name}": gradient for name, gradient in zip(own, gradients, strict=True)}
 
 
 def main_grads(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, MainGrad]:
@@ -37,7 +37,7 @@ def main_grads(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[
 def added(found: Tensors, buffers: Mapping[str, MainGrad]) -> Tensors:
     """``found``, where gradients of weights are what the buffers of :func:`main_grads` got; autograd got the sevens."""
     assert all(bool((found[f"d{name}"] == 7).all()) for name in buffers)
-    return found | {f"d{name}": one.buffer - 1 for name, one in buffers.items()}
+    return found | {f"d{name}": main_grad.buffer - 1 for name, main_grad in buffers.items()}
 
 
 def assert_same(found: Tensors, truth: Tensors, rms: float) -> None:

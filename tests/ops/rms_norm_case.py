@@ -40,30 +40,30 @@ def compared(
     x = made[..., 0]
     weight_D = 1 + 0.3 * torch.randn(case.shape[-1], device=device, generator=generator)
     cotangents = torch.randn(2, *case.shape, device=device, generator=generator)
-    given = [tensor.to(dtype) for tensor in (x, weight_D, *cotangents)]
+    inputs = [tensor.to(dtype) for tensor in (x, weight_D, *cotangents)]
     if not case.strided:
-        given[0] = given[0].contiguous()
+        inputs[0] = inputs[0].contiguous()
     if case.transposed:
-        given[0] = given[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
-        assert given[0].is_contiguous()
-        assert given[0].stride() != torch.empty(case.shape).stride()
+        inputs[0] = inputs[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+        assert inputs[0].is_contiguous()
+        assert inputs[0].stride() != torch.empty(case.shape).stride()
 
     def outcome(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> list[torch.Tensor]:
-        rows, weight, *incoming = (tensor.detach().to(dtype) for tensor in given)
+        rows, weight, *incoming = (tensor.detach().to(dtype) for tensor in inputs)
         pair = function(rows.requires_grad_(), weight.requires_grad_(), 1e-3)
-        used = [(one, by) for one, by, is_given in zip(pair, incoming, case.gradients, strict=True) if is_given]
+        used = [(output, by) for output, by, is_given in zip(pair, incoming, case.gradients, strict=True) if is_given]
         outputs, by = zip(*used, strict=True)
-        found = torch.autograd.grad(outputs, (rows, weight), by, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(outputs, (rows, weight), by, allow_unused=True, materialize_grads=True)
         assert torch.equal(pair[1], rows)
         # What strides say of the axis of a lone sample decides by which product PyTorch multiplies.
         assert dtype == torch.float64 or all(
-            one.stride() == torch.empty(case.shape).stride() for one in (pair[0], found[0])
+            tensor.stride() == torch.empty(case.shape).stride() for tensor in (pair[0], grads[0])
         )
-        return [pair[0].detach(), *found]
+        return [pair[0].detach(), *grads]
 
-    for name, found, truth in zip(
+    for name, actual, truth in zip(
         ("y", "dx", "dweight"), outcome(function, dtype), outcome(rms_norm, torch.float64), strict=True
     ):
-        assert (found.dtype, found.shape) == (dtype, truth.shape)
+        assert (actual.dtype, actual.shape) == (dtype, truth.shape)
         if truth.numel():
-            assert_parity(found, truth, rms=rms, name=f"{name} of {case}")
+            assert_parity(actual, truth, rms=rms, name=f"{name} of {case}")

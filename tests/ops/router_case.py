@@ -43,14 +43,14 @@ def compared(function: Callable[..., Routed], case: Case, device: torch.device) 
         logits = logits_TE.to(dtype).requires_grad_()
         routed = function(logits, bias_E, topk=case.topk, batch=case.batch)
         differentiable = [routed.probs_TE, routed.score_BE, routed.squared]
-        (gradient,) = torch.autograd.grad(differentiable, logits, [one.to(dtype) for one in cotangents])
+        (gradient,) = torch.autograd.grad(differentiable, logits, [cotangent.to(dtype) for cotangent in cotangents])
         return {name: value.detach() for name, value in routed._asdict().items()} | {"dlogits": gradient}
 
-    found, single = outcome(function, torch.float32), outcome(route, torch.float32)
+    actual, single = outcome(function, torch.float32), outcome(route, torch.float32)
     truth = outcome(route, torch.float64)
     for name in ("routing_TE", "load_E", "best_BE"):
-        assert found[name].dtype == single[name].dtype
-        assert torch.equal(found[name], single[name]), (case, name)
+        assert actual[name].dtype == single[name].dtype
+        assert torch.equal(actual[name], single[name]), (case, name)
     for name in ("probs_TE", "score_BE", "squared", "dlogits"):
-        error = float((found[name].double() - truth[name]).norm() / truth[name].norm())
+        error = float((actual[name].double() - truth[name]).norm() / truth[name].norm())
         assert error < 2e-6, (case, name, error)

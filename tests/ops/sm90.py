@@ -92,9 +92,9 @@ def products(made: Any) -> Counter[str]:
 def instructions(folder: Path) -> Counter[str]:
     """Count the instructions of what :func:`compiled` put into ``folder`` by their names in SASS."""
     listing = _run("nvdisasm", "-c", folder / "kernel.cubin")
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?PT?\d*\s+)?([A-Z0-9]+)", listing, re.MULTILINE)
-    assert found, listing[:2000]
-    return Counter(found)
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?PT?\d*\s+)?([A-Z0-9]+)", listing, re.MULTILINE)
+    assert opcodes, listing[:2000]
+    return Counter(opcodes)
 
 
 def _run(program: str, *words: object) -> str:

@@ -93,10 +93,10 @@ def outcome(fn: Callable[..., Any], case: Case, inputs: dict[str, Any], dtype: t
     how = {"softmax_scale": case.softmax_scale, "value_dim": case.V, "sink": sink}
     outputs = [fn(q, kv, inputs["index"], **how) for q in qs]
     grads = torch.autograd.grad(outputs, [kv, *qs], [do.to(kv.dtype) for do in inputs["do"]])
-    found = {"dkv": grads[0], "p": sink.take()}
+    tensors = {"dkv": grads[0], "p": sink.take()}
     for number, (o, dq) in enumerate(zip(outputs, grads[1:], strict=True)):
-        found |= {f"o{number}": o.detach(), f"dq{number}": dq}
-    return found
+        tensors |= {f"o{number}": o.detach(), f"dq{number}": dq}
+    return tensors
 
 
 def eager(
@@ -125,21 +125,21 @@ def assert_same(case: Case, inputs: dict[str, Any], found: Tensors, truth: Tenso
     few_SB = (seen_SB > 0) & (seen_SB <= EARLY)
     failures = []
     for name, expected in truth.items():
-        have, other, limit = found[name], peer[name], rms
-        print(f"{name}: worst row {worst_row(have, expected):.1e}, plain PyTorch {worst_row(other, expected):.1e}")
+        actual, other, limit = found[name], peer[name], rms
+        print(f"{name}: worst row {worst_row(actual, expected):.1e}, plain PyTorch {worst_row(other, expected):.1e}")
         if name == "p":
-            assert have.dtype == torch.promote_types(case.dtype, torch.float32)
-            other, limit = other.to(have.dtype), rms if have.dtype == torch.float64 else max(1e-5, rms / 500)
+            assert actual.dtype == torch.promote_types(case.dtype, torch.float32)
+            other, limit = other.to(actual.dtype), rms if actual.dtype == torch.float64 else max(1e-5, rms / 500)
         elif name.startswith("dq") and few_SB.any():
             terms_SBH = _terms(case, inputs, int(name[2:]))
-            errors = row_errors(have, expected, name, norms=terms_SBH.clamp_min(1e-30))[few_SB]
+            errors = row_errors(actual, expected, name, norms=terms_SBH.clamp_min(1e-30))[few_SB]
             if not float(errors.max()) <= rms:
                 failures.append(f"{name} of queries that select few keys: {float(errors.max()):.1e} of the terms")
-            have, expected, other = (tensor[~few_SB] for tensor in (have, expected, other))
+            actual, expected, other = (tensor[~few_SB] for tensor in (actual, expected, other))
         factor = 2.0 if name != "p" and other.dtype.itemsize == 2 else None
         try:
             if expected.numel():
-                assert_parity(have, expected, rms=limit, dtype_peer=other, max_abs_factor=factor, name=name)
+                assert_parity(actual, expected, rms=limit, dtype_peer=other, max_abs_factor=factor, name=name)
         except AssertionError as failure:
             failures.append(str(failure))
     assert not failures, "\n".join(failures)
@@ -148,8 +148,8 @@ def assert_same(case: Case, inputs: dict[str, Any], found: Tensors, truth: Tenso
 def assert_same_sums(case: Case, inputs: dict[str, Any], fn: Callable[..., Any], truth: Tensors, rms: float) -> None:
     """The sums of probabilities that ``fn`` computes by themselves are the truth's."""
     how = {"softmax_scale": case.softmax_scale, "value_dim": case.V}
-    found = sum(fn(q.detach(), inputs["kv"].detach(), inputs["index"], **how) for q in inputs["q"])
-    assert_parity(found, truth["p"], rms=max(1e-5, rms / 500), name="sums")
+    sums = sum(fn(q.detach(), inputs["kv"].detach(), inputs["index"], **how) for q in inputs["q"])
+    assert_parity(sums, truth["p"], rms=max(1e-5, rms / 500), name="sums")
 
 
 def _terms(case: Case, inputs: dict[str, Any], layer: int) -> torch.Tensor:

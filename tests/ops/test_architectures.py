@@ -29,15 +29,15 @@ def test_auto_takes_what_compiles_for_nvidias_gpus() -> None:
     assert "sm_90" in table
     assert table.keys() <= ARCHITECTURES.keys()
     assert all(list(cells) == list(ROWS) for cells in table.values())
-    gated = {one.op: one.support.archs for one in own_candidates() if one.name == TRITON and one.support.archs}
+    gated = {own.op: own.support.archs for own in own_candidates() if own.name == TRITON and own.support.archs}
     assert len(gated) == 14
-    assert all(one.auto for one in own_candidates() if one.op in gated and one.name == TRITON)
-    assert {op for one in ARCHITECTURES.values() for op in one.unfit} < {*gated, DENSE}
-    for op, found in (gated | {DENSE: archs(DENSE)}).items():
+    assert all(own.auto for own in own_candidates() if own.op in gated and own.name == TRITON)
+    assert {op for gpu in ARCHITECTURES.values() for op in gpu.unfit} < {*gated, DENSE}
+    for op, outcomes in (gated | {DENSE: archs(DENSE)}).items():
         rows = [row for row in ROWS if op in row.split(", ") or (op == DENSE and row.startswith("dense"))]
         for name, cells in table.items():
             worst = {cells[row] for row in rows} - {COMPILES, RAN, FAST}
-            assert found[name] in (worst or {""}) or ARCHITECTURES[name].untried, (op, name)
+            assert outcomes[name] in (worst or {""}) or ARCHITECTURES[name].untried, (op, name)
 
 
 @pytest.mark.parametrize("state", [64, 128])
@@ -46,8 +46,8 @@ def test_a_gpu_has_launch_options_of_its_own(monkeypatch: pytest.MonkeyPatch, ar
     """Those of an H200 are the tuned ones."""
     tuned = test_compiled._plan(4, state, False).constants
     monkeypatch.setattr(probes, "arch", lambda: arch)
-    found = test_compiled._plan(4, state, False).constants
-    changed = {name: dict(found[name].items() - tuned[name].items()) for name in found if found[name] != tuned[name]}
+    consts = test_compiled._plan(4, state, False).constants
+    changed = {name: dict(consts[name].items() - tuned[name].items()) for name in consts if consts[name] != tuned[name]}
     uncapped, wide = {"maxnreg": None}, {"num_warps": 8}
     own = {"chunk_scan_fwd": uncapped, "chunk_scan_bwd_queries": uncapped, "rotate_bwd": {"num_warps": 2}}
     own |= {"chunk_scan_fwd": uncapped | wide, "chunk_scan_bwd_keys": wide} if state == 128 else {}
@@ -104,4 +104,4 @@ def test_a_gpu_of_amd_is_none_of_nvidias(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: amd)
     assert probes.arch.__wrapped__() == "gfx942"
-    assert all(one.support.foreign("gfx942") for one in own_candidates() if one.support.archs)
+    assert all(candidate.support.foreign("gfx942") for candidate in own_candidates() if candidate.support.archs)

@@ -36,19 +36,19 @@ def launched(cache: Path, *record: Path) -> list[bool]:
     """For each kernel that a process launches, whether the cache had it."""
     done = forks.run(["-m", "tests.ops.launching", *map(str, record)], timeout=120, TRITON_CACHE_DIR=str(cache))
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[bool] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    cache_hits: list[bool] = json.loads(done.stdout.splitlines()[-1])
+    return cache_hits
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two starts, of which the second was killed after one kernel."""
     folder = tmp_path_factory.mktemp("run")
-    whole, killed = (folder / f"start_{number}" / builds.FILE for number in (1, 2))
-    whole.parent.mkdir()
+    complete, killed = (folder / f"start_{number}" / builds.FILE for number in (1, 2))
+    complete.parent.mkdir()
     killed.parent.mkdir()
-    assert launched(folder / "cache", whole) == [False, False, False]
-    killed.write_text(whole.read_text()[:-9])
+    assert launched(folder / "cache", complete) == [False, False, False]
+    killed.write_text(complete.read_text()[:-9])
     return folder
 
 

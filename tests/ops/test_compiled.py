@@ -67,7 +67,7 @@ def without(*names: str) -> dict[str, None]:
 
 
 def experts_variants() -> Iterator[Variant]:
-    given = types(
+    sig = types(
         bf16="x y_RD y_TD h_RF y_RF dh_RF dw", fp32="probs_TE prob_R dprob_PR dprobs_TE",
         i32="count_BE end_E row_TK token_R", i1="routing_TE",
     )  # fmt: skip
@@ -75,14 +75,14 @@ def experts_variants() -> Iterator[Variant]:
     slots = options("place", place) | {"K": K, "SLOTS": K, "SPAN": 64, "EXACT": True}
     summed = {"D": D, "K": K, "BLOCK": 4096, "num_warps": 4, "P": 7, "EXPERTS": E, "EXACT": True}
     most = {"K": 8, "SLOTS": 8, "TOKENS": 16, "EXPERTS": EXPERTS, "SPAN": 16}
-    yield "count", experts.count, given, place
-    yield "place", experts.place, given, slots
-    yield "place, one of four ranks", experts.place, given, slots | {"EXPERTS": K, "EXACT": False}
-    yield "place, most experts", experts.place, given, slots | most
+    yield "count", experts.count, sig, place
+    yield "place", experts.place, sig, slots
+    yield "place, one of four ranks", experts.place, sig, slots | {"EXPERTS": K, "EXACT": False}
+    yield "place, most experts", experts.place, sig, slots | most
     no_gradient = without("routing_TE", "dprob_PR", "dprobs_TE") | {"P": 0, "EXPERTS": 1}
-    yield "combine", experts.combine, given, summed | no_gradient
-    yield "combine, backward", experts.combine, given, summed
-    yield "combine, one of four ranks", experts.combine, given, summed | {"EXPERTS": K, "EXACT": False}
+    yield "combine", experts.combine, sig, summed | no_gradient
+    yield "combine, backward", experts.combine, sig, summed
+    yield "combine, one of four ranks", experts.combine, sig, summed | {"EXPERTS": K, "EXACT": False}
 
     def tiles(rows: int, columns: int) -> str:
         return f"tensordesc<bf16[{rows},{columns}]>"
@@ -91,14 +91,14 @@ def experts_variants() -> Iterator[Variant]:
         for tile, mode in ((FORWARD, experts.ACTIVATE), (BACKWARD, experts.BACKWARD)):
             back = tile is BACKWARD
             weights = (tile["BK"], tile["BN"]) if back else (tile["BN"], tile["BK"])
-            made = given | {"w_tiles": tiles(*weights), "x_tiles": tiles(tile["BM"], tile["BK"])}
+            made = sig | {"w_tiles": tiles(*weights), "x_tiles": tiles(tile["BM"], tile["BK"])}
             sizes = {"INNER": widths[0], "OUTER": widths[1], "EXPERTS": E, "OUTER_FIRST": not back, "TANH": flag}
             absent = without(*([] if back else ["dh_RF", "dprob_PR"]), "x_tiles" if gathered else "token_R")
             name = f"product, {widths}, gathered {gathered}, tanh {flag}, backward {back}"
             yield name, experts.product, made, tile | sizes | absent | {"MODE": mode.value}
         for adds in (False, True):
             M, N = widths if flag else reversed(widths)
-            made = given | {"h_tiles": tiles(WEIGHTS["BK"], WEIGHTS["BN" if flag else "BM"])}
+            made = sig | {"h_tiles": tiles(WEIGHTS["BK"], WEIGHTS["BN" if flag else "BM"])}
             sizes = (
                 WEIGHTS | {"M": M, "N": N, "TOKENS_LEFT": flag, "ADD": adds} | ({} if gathered else without("token_R"))
             )
@@ -107,7 +107,7 @@ def experts_variants() -> Iterator[Variant]:
 
 
 def fp8_variants() -> Iterator[Variant]:
-    given = types(
+    sig = types(
         bf16="x x_NW w w_ENW h_RF a_RF da_RF gradient", i32="row_NC end_E end_P row_P token_R",
         fp8e4nv="values values_ENW values_EWN values_WP",
         fp32="scales scale_EN scale_EW scale_1 largest largest_EP largest_4R x_scale_R dy_scale_R prob_R dprob_R total",
@@ -133,7 +133,7 @@ def fp8_variants() -> Iterator[Variant]:
         "backward, wide": (experts_fp8.activate_backward, back | {"TANH": True, "F": 4096, "BLOCK": 4096}),
     }
     for name, (kernel, constants) in launches.items():
-        yield f"FP8, {name}", kernel, given, constants
+        yield f"FP8, {name}", kernel, sig, constants
     tile = experts_fp8.WEIGHT_GRADIENT
     for widths, dtype in itertools.product(((D, F), (F, D), (48, 32)), ("fp32", "bf16")):
         made = types(fp32="left_scale_1 right_scale_1", i32="end_P") | {"dw_EMN": f"*{dtype}"}
@@ -141,115 +141,115 @@ def fp8_variants() -> Iterator[Variant]:
             made[f"{side}_tiles"] = f"tensordesc<fp8e4nv[{tile[rows]},{tile['BK']}]>"
         constants = tile | {"M": widths[0], "N": widths[1], "ADD": dtype == "fp32"}
         yield f"FP8, weights, {widths}, {dtype}", experts_fp8.weight_gradient, made, constants
-    given = types(bf16="x_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale_W largest_CT largest_CM")
+    sig = types(bf16="x_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale_W largest_CT largest_CM")
     columns = mamba3_projection.COLUMNS | {"BLOCK": mamba3_projection.BLOCK, "MAXIMA": fp8.LARGEST_ROW["PARTS"]}
     for width in (D, 18432, 9216, 256, mamba3_projection.WIDEST):
         row = mamba3_projection.row(width)
-        yield f"FP8, rows of M, {width}", mamba3_projection.scale_rows, given, row
-        yield f"FP8, rows of M alone, {width}", mamba3_projection.scale_rows, given, row | {"largest_CT": None}
-        yield f"FP8, columns of M, {width}", mamba3_projection.scale_columns, given, columns | {"W": width}
-    given = types(bf16="x_TW h_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale")
+        yield f"FP8, rows of M, {width}", mamba3_projection.scale_rows, sig, row
+        yield f"FP8, rows of M alone, {width}", mamba3_projection.scale_rows, sig, row | {"largest_CT": None}
+        yield f"FP8, columns of M, {width}", mamba3_projection.scale_columns, sig, columns | {"W": width}
+    sig = types(bf16="x_TW h_TW", fp8e4nv="values_TW values_WP", fp32="scale_T scale")
     for width in (D, 18944, 256, 16, feed_forward.WIDEST):
         row = feed_forward.row(width)
         for name, absent in (("", "h_TW"), (", activation", "x_TW"), (", its gradient", "")):
-            yield f"FP8, feed-forward, {width}{name}", feed_forward.scale_rows, given, row | without(*absent.split())
+            yield f"FP8, feed-forward, {width}{name}", feed_forward.scale_rows, sig, row | without(*absent.split())
         yield (
             f"FP8, feed-forward, transposed, {width}",
             feed_forward.transpose,
-            given,
+            sig,
             feed_forward.TRANSPOSED | {"W": width},
         )
 
 
 def small_variants() -> Iterator[Variant]:
     """RMSNorm, the router, linear cross-entropy, Adam and the embedding."""
-    given = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
+    sig = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
         "eps": "fp32"
     }
     for hidden in (3584, 256, norm_launch.LARGEST):
         row = norm_launch.row(hidden)
-        yield f"norm, {hidden}", norm.forward, given, norm_launch.FORWARD | row
-        yield f"norm, backward, {hidden}", norm.backward, given, norm_launch.BACKWARD | row
-        yield f"norm, no residual, {hidden}", norm.backward, given, norm_launch.BACKWARD | row | without("dresidual_TD")
-        yield f"norm, parts, {hidden}", norm.add_parts, given, norm_launch.ADD_PARTS | {"D": hidden}
-    given = types(
+        yield f"norm, {hidden}", norm.forward, sig, norm_launch.FORWARD | row
+        yield f"norm, backward, {hidden}", norm.backward, sig, norm_launch.BACKWARD | row
+        yield f"norm, no residual, {hidden}", norm.backward, sig, norm_launch.BACKWARD | row | without("dresidual_TD")
+        yield f"norm, parts, {hidden}", norm.add_parts, sig, norm_launch.ADD_PARTS | {"D": hidden}
+    sig = types(
         fp32="logits_TE score_TE bias_E probs_TE sums_PBC dprobs_TE dscore_BE dsquared dlogits_TE", i1="routing_TE"
     )
     for number, topk in ((16, 4), (4, 2), (256, 8)):
         _, shape = router_launch._launch(8192, number, 2)
-        yield f"router, {number}", router.route, given, shape | {"K": topk}
-        yield f"router, backward, {number}", router.route_backward, given, shape
-    given = types(bf16="logit_CV", fp32="top_C total_C picked_C logsumexp_C weight_C", i64="label_C column_C")
+        yield f"router, {number}", router.route, sig, shape | {"K": topk}
+        yield f"router, backward, {number}", router.route_backward, sig, shape
+    sig = types(bf16="logit_CV", fp32="top_C total_C picked_C logsumexp_C weight_C", i64="label_C column_C")
     launch = {"BLOCK": cross_entropy.BLOCK, "GROUP": cross_entropy.GROUP, "num_warps": cross_entropy.WARPS}
     for absent in ("logsumexp_C weight_C", "logsumexp_C", "top_C column_C total_C picked_C"):
-        yield f"softmax without {absent}", cross_entropy.softmax_rows, given, launch | without(*absent.split())
+        yield f"softmax without {absent}", cross_entropy.softmax_rows, sig, launch | without(*absent.split())
     numbers = dict.fromkeys(("lr", "beta1", "beta2", "rest1", "rest2", "eps", "decay", "unbias1", "unbias2"), "fp32")
-    given = types(i64="places_ptr sizes_ptr", i32="first_ptr owner_ptr", fp32="scale_ptr") | numbers
+    sig = types(i64="places_ptr sizes_ptr", i32="first_ptr owner_ptr", fp32="scale_ptr") | numbers
     wide = {"HALF": False, "REMAINDER": False, "GRADIENT": tl.float32, "AVG": tl.float32, "AVG_SQ": tl.float32}
     wide |= {"ALIGN": 16, "BLOCK": adam.BLOCK, "num_warps": 4}
     narrow = {"REMAINDER": True, "AVG": tl.bfloat16, "AVG_SQ": tl.bfloat16}
     for absent in ("", "scale_ptr"):
-        yield f"adam without {absent}", adam.adam, given, wide | without(*absent.split())
-    yield "adam, 16 bits", adam.adam, given, wide | narrow
-    yield "adam, 16 bits, gradients too", adam.adam, given, wide | narrow | {"GRADIENT": tl.bfloat16, "ALIGN": 2}
+        yield f"adam without {absent}", adam.adam, sig, wide | without(*absent.split())
+    yield "adam, 16 bits", adam.adam, sig, wide | narrow
+    yield "adam, 16 bits, gradients too", adam.adam, sig, wide | narrow | {"GRADIENT": tl.bfloat16, "ALIGN": 2}
     yield "add three", add.add_three, types(bf16="a_ptr b_ptr c_ptr total_ptr"), add.LAUNCH
     for out in ("fp32", "bf16"):
-        given = types(i64="entry_T order_T", i32="end_T", bf16="gradient_BSD") | {"total_VD": f"*{out}"}
-        yield f"embedding to {out}", embedding.add_rows, given, {"D": D} | embedding.LAUNCH
-        given = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
-        yield f"add_scaled to {out}", cross_entropy.add_scaled, given, {"BLOCK": cross_entropy.SCALED, "BETA": True}
+        sig = types(i64="entry_T order_T", i32="end_T", bf16="gradient_BSD") | {"total_VD": f"*{out}"}
+        yield f"embedding to {out}", embedding.add_rows, sig, {"D": D} | embedding.LAUNCH
+        sig = types(bf16="gradient", fp32="factor_1") | {"out": f"*{out}"}
+        yield f"add_scaled to {out}", cross_entropy.add_scaled, sig, {"BLOCK": cross_entropy.SCALED, "BETA": True}
 
 
 def indexer_variants(dtype: str) -> Iterator[Variant]:
-    given = types(fp32="score_BRW near_BRC target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
-    given |= types(**{dtype: "q_SBHD k_SBD k_TBD w_SBH dq_SBHD dw_SBH"})
+    sig = types(fp32="score_BRW near_BRC target_BSN weight units dk_TBD divergence_BS", i32="seq_BS index_BSN")
+    sig |= types(**{dtype: "q_SBHD k_SBD k_TBD w_SBH dq_SBHD dw_SBH"})
     one_document, lone = {"w_h": 1, "seq_BS": None}, {"w_h": 1, "score_b": None}
-    yield "selection, documents", indexer.score_keys, given, indexer_launch.SCORE_KEYS | lone
-    yield "selection", indexer.score_keys, given, indexer_launch.SCORE_KEYS | lone | one_document
+    yield "selection, documents", indexer.score_keys, sig, indexer_launch.SCORE_KEYS | lone
+    yield "selection", indexer.score_keys, sig, indexer_launch.SCORE_KEYS | lone | one_document
     for width, keys in itertools.product(indexer_launch.SCORE_ALL, ("multiple of 16", "any")):
         launch = indexer_launch.SCORE_ALL[width] | one_document  # the number of heads is no constant
-        yield f"all keys, {width}, {keys}", indexer.score_keys, given, launch
-        yield f"all keys, {width}, {keys}, fp32", indexer.score_keys, given | types(fp32="w_SBH"), launch
-    yield "take_best", indexer.take_best, given, indexer_launch.TAKE_BEST | {"near_BRC": None}
-    yield "take_best of long rows", indexer.take_best, given, indexer_launch.TAKE_BEST
+        yield f"all keys, {width}, {keys}", indexer.score_keys, sig, launch
+        yield f"all keys, {width}, {keys}, fp32", indexer.score_keys, sig | types(fp32="w_SBH"), launch
+    yield "take_best", indexer.take_best, sig, indexer_launch.TAKE_BEST | {"near_BRC": None}
+    yield "take_best of long rows", indexer.take_best, sig, indexer_launch.TAKE_BEST
     for heads, selected in ((32, 256), (32, 64), (32, 2048), (5, 300), (64, 256)):
         for units in ({}, {"units": None}):
             launch = indexer_launch.learn(heads, selected, not units) | {"w_h": 1} | units
             yield (
                 f"learn, {heads}, {selected}, {units}",
                 indexer.learn,
-                given | types(i64="" if units else "dk_TBD"),
+                sig | types(i64="" if units else "dk_TBD"),
                 launch,
             )
-    given = types(fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH")
-    given |= types(**{dtype: "query key q_SBHD k_TBD dq_SBHD"}) | {"scale": "fp32"}
+    sig = types(fp32="lse_BAS sum_BRT g_BRT weight_BS dk_PBTD", i32="starts ends position", bf16="w_SBH dw_SBH")
+    sig |= types(**{dtype: "query key q_SBHD k_TBD dq_SBHD"}) | {"scale": "fp32"}
     for width, halves in dense.HALVES.items():
         sizes = dict(zip("VW", halves, strict=True))
-        yield f"dense sums, {width}", dense.log_sums, given, dense.SUMS[width] | sizes
-        yield f"dense targets, {width}", dense.targets, given, dense.TARGETS[width] | sizes
+        yield f"dense sums, {width}", dense.log_sums, sig, dense.SUMS[width] | sizes
+        yield f"dense targets, {width}", dense.targets, sig, dense.TARGETS[width] | sizes
     for width in indexer_launch.SCORE_ALL:
         launch = dense.LEARN[width] | {"D": width}
-        yield f"dense queries, {width}", dense.learn_queries, given, launch
-        yield f"dense keys, {width}", dense.learn_keys, given, launch | {"PARTS": dense.PARTS}
+        yield f"dense queries, {width}", dense.learn_queries, sig, launch
+        yield f"dense keys, {width}", dense.learn_keys, sig, launch | {"PARTS": dense.PARTS}
 
 
 def sparse_variants(dtype: str) -> Iterator[Variant]:
     """Of all numbers of heads that are rounded up to: others are several launches."""
-    given = types(fp32="lse_ptr mean_ptr dkv_ptr sum_ptr unit_ptr", i32="index_ptr") | {"scale": "fp32"}
-    given |= types(**{dtype: "q_ptr kv_ptr o_ptr do_ptr dq_ptr d_ptr"})
-    integers = given | types(i64="dkv_ptr")
+    sig = types(fp32="lse_ptr mean_ptr dkv_ptr sum_ptr unit_ptr", i32="index_ptr") | {"scale": "fp32"}
+    sig |= types(**{dtype: "q_ptr kv_ptr o_ptr do_ptr dq_ptr d_ptr"})
+    integers = sig | types(i64="dkv_ptr")
     for widths in sparse_launch.WIDTHS:
         sizes = {"V": widths[1], "R": widths[0] - widths[1]}
         if widths not in sparse_launch.WIDE:
             for heads in (sparse_launch.HEADS, 32, 16):
                 of = sizes | {"M": heads}
                 if heads != 32:  # rows that only the backward pass has
-                    yield f"forward, {heads}", sparse_mla.forward, given, sparse_launch.FORWARD | of
-                    yield f"means, {heads}", sparse_mla.means, given, sparse_launch.MEANS | of
-                    yield f"sums, {heads}", sparse_mla.sums, given, sparse_launch.SUMS | of
+                    yield f"forward, {heads}", sparse_mla.forward, sig, sparse_launch.FORWARD | of
+                    yield f"means, {heads}", sparse_mla.means, sig, sparse_launch.MEANS | of
+                    yield f"sums, {heads}", sparse_mla.sums, sig, sparse_launch.SUMS | of
                 for sink in ({}, {"sum_ptr": None}):
                     launch = sparse_launch.BACKWARD | of | sink
-                    yield f"backward, {heads}, {sink}", sparse_mla.backward, given, launch | {"unit_ptr": None}
+                    yield f"backward, {heads}, {sink}", sparse_mla.backward, sig, launch | {"unit_ptr": None}
                     yield f"backward, {heads}, {sink}, integers", sparse_mla.backward, integers, launch
             continue
         wide: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -268,22 +268,22 @@ def sparse_variants(dtype: str) -> Iterator[Variant]:
             groups = max(1, heads // sparse_launch.HEADS)
             of = sizes | {"M": heads // groups, "ALL": heads, "PARTS": groups, "GROUP": groups - 1}
             of = {constant: size for constant, size in of.items() if constant in kernel.arg_names}
-            yield f"wide {name}, {heads}", kernel, integers if "integers" in name else given, of | launch
+            yield f"wide {name}, {heads}", kernel, integers if "integers" in name else sig, of | launch
 
 
 def mla_variants(dtype: str) -> Iterator[Variant]:
-    given = types(fp32="lse_ptr mean_ptr", i32="first_ptr last_ptr") | {"scale": "fp32"}
-    given |= types(**{dtype: "q_ptr k_ptr v_ptr o_ptr do_ptr dq_ptr dk_ptr dv_ptr"})
+    sig = types(fp32="lse_ptr mean_ptr", i32="first_ptr last_ptr") | {"scale": "fp32"}
+    sig |= types(**{dtype: "q_ptr k_ptr v_ptr o_ptr do_ptr dq_ptr dk_ptr dv_ptr"})
     for K, V in mla_launch.WIDTHS:
-        yield f"mla forward, {K}", mla.forward, given, mla_launch.FORWARD | {"K": K, "V": V}
-        yield f"mla means, {V}", mla.means, given, mla_launch.MEANS | {"V": V}
-        yield f"mla queries, {K}", mla.backward_queries, given, mla_launch.QUERIES | {"K": K, "V": V}
-        yield f"mla keys, {K}", mla.backward_keys, given, mla_launch.KEYS | {"K": K, "V": V}
+        yield f"mla forward, {K}", mla.forward, sig, mla_launch.FORWARD | {"K": K, "V": V}
+        yield f"mla means, {V}", mla.means, sig, mla_launch.MEANS | {"V": V}
+        yield f"mla queries, {K}", mla.backward_queries, sig, mla_launch.QUERIES | {"K": K, "V": V}
+        yield f"mla keys, {K}", mla.backward_keys, sig, mla_launch.KEYS | {"K": K, "V": V}
 
 
 def m2rnn_variants() -> Iterator[Variant]:
     widths = {"K": 64, "V": 16}
-    given = types(
+    sig = types(
         fp32="W_HVV starts_BHXKV y_RBHSV saved_BHEKV last_BHKV f_BHS dv_RBHSV df_RBHS dW_RBHVV dh_BHKV",
         bf16="q_BSK k_BSK v_BHSV dy_BHSV dq_BHSK dk_BHSK", fp16="candidates_BHTKV",
     )  # fmt: skip
@@ -303,8 +303,8 @@ def m2rnn_variants() -> Iterator[Variant]:
     for documents in (False, True):
         for use, names in absent.items():
             constants = shared | without(*names.split()) | {"DOCUMENTS": documents}
-            yield f"{use}, documents {documents}", recurrence.advance, given, constants
-        yield f"reverse, documents {documents}", recurrence.reverse, given, shared | {"DOCUMENTS": documents}
+            yield f"{use}, documents {documents}", recurrence.advance, sig, constants
+        yield f"reverse, documents {documents}", recurrence.reverse, sig, shared | {"DOCUMENTS": documents}
         for heads in (64, 48, 44, 22, 11):
             power = {"H_POWER": 1 << (heads - 1).bit_length()}
             taps = {"H": heads, "T": 4, "TOKENS": convolution.TOKENS, "HEADS": convolution.HEADS}
@@ -353,11 +353,11 @@ def projection_variants(dtype: str) -> Iterator[Variant]:
         launches[f"{name}, backward"] = "project_backward", forward | more | projection_launch.BACKWARD
     for name, (function, constants) in launches.items():
         kernel = getattr(mla_projection, function)
-        given = {each: f"*{dtype}" for each in kernel.arg_names if each.endswith("_ptr")}
-        given |= types(fp32="rotation_ptr dnorm_ptr") | {"eps": "fp32", "scale": "fp32"}
+        sig = {argument: f"*{dtype}" for argument in kernel.arg_names if argument.endswith("_ptr")}
+        sig |= types(fp32="rotation_ptr dnorm_ptr") | {"eps": "fp32", "scale": "fp32"}
         if function != "indexer_keys_backward":  # there they are of an output
-            given |= types(fp32="dw_ptr")
-        yield f"projection, {name}", kernel, given, constants
+            sig |= types(fp32="dw_ptr")
+        yield f"projection, {name}", kernel, sig, constants
 
 
 PRODUCTS = (
@@ -375,21 +375,21 @@ for made in (indexer_variants, mla_variants, sparse_variants, projection_variant
 def multiples(variant: Variant) -> tuple[str, ...]:
     name, kernel, *_ = variant
     return tuple(
-        each.name
-        for each in kernel.params
-        if each.name in MULTIPLES and not each.do_not_specialize and (each.name != "W" or ", any" not in name)
+        param.name
+        for param in kernel.params
+        if param.name in MULTIPLES and not param.do_not_specialize and (param.name != "W" or ", any" not in name)
     )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=[name for name, *_ in VARIANTS])
 def test_it_fits_and_nothing_is_spilled(tmp_path: Path, variant: Variant) -> None:
     """And products are on tensor cores: Hopper's, but for few rows."""
-    _, kernel, given, constants = variant
-    found = products(compiled(kernel, given, constants, tmp_path, multiples=multiples(variant)))
+    _, kernel, sig, constants = variant
+    mnemonics = products(compiled(kernel, sig, constants, tmp_path, multiples=multiples(variant)))
     few = kernel in SMALL_PRODUCTS or 16 in (constants.get("M"), constants.get("ALL"))
-    assert bool(found["wgmma.mma_async"] + found["mma.sync"] * few) == (
+    assert bool(mnemonics["wgmma.mma_async"] + mnemonics["mma.sync"] * few) == (
         kernel in PRODUCTS or (kernel in SMALL_PRODUCTS and constants.get("K") != 0 and "w_ptr" not in constants)
-    ), found
+    ), mnemonics
     if kernel is fp8.scale_weights:  # ptxas loses bytes where both orders are of the same rounded pairs
         rounded = instructions(tmp_path)["F2FP"]
         assert rounded == constants["BN"] * constants["BW"] // (32 * constants["num_warps"]), rounded
@@ -445,10 +445,10 @@ def _plan(rank: int, state: int, even: bool) -> Plan:
 def _chunks(names: list[str], plan: Plan, *, raw: bool) -> dict[str, str]:
     """The types of what is read or written a chunk at a time."""
     widths = {"k_desc": plan.N, "q_desc": plan.N, "dk_desc": plan.N, "dq_desc": plan.N, "do_desc": plan.P}
-    given = {name: f"tensordesc<bf16[{ROWS}, {width}]>" for name, width in widths.items() if name in names}
+    sig = {name: f"tensordesc<bf16[{ROWS}, {width}]>" for name, width in widths.items() if name in names}
     if "x_desc" in names:
-        given["x_desc"] = f"tensordesc<bf16[{plan.chunk}, 1, 1, {plan.P}]>"
-    return given | ({"o_desc": f"tensordesc<bf16[{ROWS}, {plan.P}]>"} if raw else {})
+        sig["x_desc"] = f"tensordesc<bf16[{plan.chunk}, 1, 1, {plan.P}]>"
+    return sig | ({"o_desc": f"tensordesc<bf16[{ROWS}, {plan.P}]>"} if raw else {})
 
 
 def mamba3_variants(kernel: str, plan: Plan) -> Iterator[Variant]:
@@ -470,9 +470,9 @@ def mamba3_variants(kernel: str, plan: Plan) -> Iterator[Variant]:
     for choice in choices:
         constants = {name: value for name, value in plan.sizes.items() if name in taken} | choice
         pointers = {name: TYPES.get(name, "*fp32") for name in function.arg_names if name.endswith("_ptr")}
-        given = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
+        sig = TYPES | pointers | _chunks(function.arg_names, plan, raw=choice.get("RAW", False))
         options = replace(plan, norm=choice.get("NORM", plan.norm)).options(kernel)
-        yield f"{kernel}, {choice}", function, given, constants | options
+        yield f"{kernel}, {choice}", function, sig, constants | options
 
 
 MAMBA3 = [(even, *case) for even, kernels in ((True, DOTS), (False, DOTS + OTHERS)) for case in _cases(kernels)]
@@ -480,9 +480,9 @@ MAMBA3 = [(even, *case) for even, kernels in ((True, DOTS), (False, DOTS + OTHER
 
 @pytest.mark.parametrize(("even", "kernel", "rank", "state"), MAMBA3)
 def test_mamba3(tmp_path: Path, even: bool, kernel: str, rank: int, state: int) -> None:
-    for name, function, given, constants in mamba3_variants(kernel, _plan(rank, state, even)):
-        found = products(compiled(function, given, constants, tmp_path))
-        assert bool(found["wgmma.mma_async"]) == (kernel in DOTS), (name, found)
+    for name, function, sig, constants in mamba3_variants(kernel, _plan(rank, state, even)):
+        mnemonics = products(compiled(function, sig, constants, tmp_path))
+        assert bool(mnemonics["wgmma.mma_async"]) == (kernel in DOTS), (name, mnemonics)
 
 
 GATE = next(mamba3_variants("gate_bwd", _plan(4, 64, False)))[1:]
@@ -491,6 +491,6 @@ GATE = next(mamba3_variants("gate_bwd", _plan(4, 64, False)))[1:]
 @pytest.mark.parametrize("name", ["forward, documents False", "FP8, weights", "means, 16, bf16", "gate_bwd"])
 def test_what_is_in_ptx_compiles_for_other_gpus_without_it(name: str) -> None:
     """Each module with PTX of its own; AMD's compiler aborts on it."""
-    known = {each: rest for each, *rest in [*VARIANTS, ("gate_bwd", *GATE)]}
-    made = build(*known[name], GPUTarget("hip", "gfx942", 64))
+    variants = {title: rest for title, *rest in [*VARIANTS, ("gate_bwd", *GATE)]}
+    made = build(*variants[name], GPUTarget("hip", "gfx942", 64))
     assert "s_endpgm" in made.asm["amdgcn"]

@@ -85,9 +85,9 @@ def check_separate(
             start += length
     torch.testing.assert_close(packed, separate, rtol=1e-10, atol=1e-10)
     given_ = torch.randn(packed.shape, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
-    found, truth = (torch.autograd.grad(y, leaves, given_, retain_graph=True) for y in (packed, separate))
-    for name, mine, theirs in zip([*tokens, *shared], found, truth, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")
+    gradients, truth = (torch.autograd.grad(y, leaves, given_, retain_graph=True) for y in (packed, separate))
+    for name, grad, want in zip([*tokens, *shared], gradients, truth, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"d{name}: {text}")
 
 
 def apart(tensors: Tensors) -> tuple[Tensors, Tensors]:
@@ -114,8 +114,8 @@ def test_mamba3(lengths: list[int], rank: int, method: Any, chunk_size: int, seg
 
     def compute(tokens: Tensors, shared: Tensors, seq_idx: torch.Tensor | None) -> torch.Tensor:
         options: dict[str, Any] = {"chunk_size": chunk_size, "method": method, "segment_size": segment_size}
-        given = {"u": tokens["u"].transpose(0, 1)} | shared
-        return mamba3_case.run(mamba3, case, given, seq_idx=seq_idx, **options)[0].transpose(0, 1)
+        inputs = {"u": tokens["u"].transpose(0, 1)} | shared
+        return mamba3_case.run(mamba3, case, inputs, seq_idx=seq_idx, **options)[0].transpose(0, 1)
 
     check_separate(compute, *tensors, lengths)
 
@@ -166,7 +166,7 @@ def test_m2rnn_may_be_cut_anywhere(documents: bool, cut: int, every: int | None)
     tokens, weights = mixer(17)
     numbers = number([7, 2, 8])[:1].expand(2, 17)
     token_by_token = {"return_final_state": True} | how_of(None)
-    whole, last = mixed(tokens, weights, seq_idx=numbers if documents else None, **token_by_token)
+    uncut, last = mixed(tokens, weights, seq_idx=numbers if documents else None, **token_by_token)
     assert mixed(tokens, weights)[1] is None
     outputs, state = [], None
     for rows in (slice(0, cut), slice(cut, None)):
@@ -176,12 +176,12 @@ def test_m2rnn_may_be_cut_anywhere(documents: bool, cut: int, every: int | None)
         out, state = mixed(part, weights, seq_idx=seq_idx, **how)
         outputs.append(out)
     joined, leaves = torch.cat(outputs, dim=1), [*tokens.values(), *weights.values()]
-    for found, truth in zip((joined, *state), (whole, *last), strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
-    ends = ((joined, state), (whole, last))
+    for output, truth in zip((joined, *state), (uncut, *last), strict=True):
+        torch.testing.assert_close(output, truth, rtol=1e-10, atol=1e-10)
+    ends = ((joined, state), (uncut, last))
     gradients = (torch.autograd.grad(y.sin().sum() + end.h_BHKV.cos().sum(), leaves) for y, end in ends)
-    for found, truth in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-10)
+    for grad, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(grad, truth, rtol=1e-10, atol=1e-10)
 
 
 @_PROPERTY
@@ -238,19 +238,19 @@ def test_stock_masks_say_exactly_where_documents_begin(rows: list[list[int]]) ->
     tokens_BS = torch.tensor(rows)
     mask = torch.stack([stock_mask(tokens_S, 0) for tokens_S in tokens_BS])
     after_end = torch.nn.functional.pad((tokens_BS == 0)[:, :-1], (1, 0))
-    found = seq_idx_from_mask(mask)
-    assert torch.equal(found, after_end.cumsum(1, dtype=torch.int32))
-    assert torch.equal(document_starts(found, batch=len(rows), rows=12), after_end)
-    assert torch.equal(mask, other_documents(found) | ~torch.ones(12, 12, dtype=torch.bool).tril())
+    seq_idx = seq_idx_from_mask(mask)
+    assert torch.equal(seq_idx, after_end.cumsum(1, dtype=torch.int32))
+    assert torch.equal(document_starts(seq_idx, batch=len(rows), rows=12), after_end)
+    assert torch.equal(mask, other_documents(seq_idx) | ~torch.ones(12, 12, dtype=torch.bool).tril())
 
 
 @_PROPERTY
 @given(lengths=LENGTHS, padding=st.integers(0, 5))
 def test_packed_lengths_say_it_too(lengths: list[int], padding: int) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    found = seq_idx_from_cu_seqlens(cu_seqlens, sum(lengths) + padding)
-    assert torch.equal(found[:, : sum(lengths)], number(lengths)[:1])
-    assert bool((found[:, sum(lengths) :] == len(lengths)).all())
+    seq_idx = seq_idx_from_cu_seqlens(cu_seqlens, sum(lengths) + padding)
+    assert torch.equal(seq_idx[:, : sum(lengths)], number(lengths)[:1])
+    assert bool((seq_idx[:, sum(lengths) :] == len(lengths)).all())
 
 
 @pytest.mark.parametrize("given", [None, [0, 2, 3, 5]])
@@ -273,12 +273,12 @@ def test_cu_seqlens_of_a_fixed_length(lengths: list[int], spare: int) -> None:
     """Of a batch of several rows, one behind the other; and back, empty documents at the end or not."""
     seq_idx, most = number(lengths), 2 * len(lengths) + spare
     rows = [0, *itertools.accumulate([*lengths, *lengths[::-1]])]
-    found = cu_seqlens_of(seq_idx, most)
-    assert found.dtype == torch.int32
-    assert found.tolist() == rows + [rows[-1]] * spare
-    assert cu_seqlens_of(seq_idx, most) is found
-    flat = seq_idx_from_cu_seqlens(found, rows[-1]).view(seq_idx.shape)
-    assert torch.equal(*(document_starts(each, batch=2, rows=sum(lengths)) for each in (flat, seq_idx)))
+    cu_seqlens = cu_seqlens_of(seq_idx, most)
+    assert cu_seqlens.dtype == torch.int32
+    assert cu_seqlens.tolist() == rows + [rows[-1]] * spare
+    assert cu_seqlens_of(seq_idx, most) is cu_seqlens
+    flat = seq_idx_from_cu_seqlens(cu_seqlens, rows[-1]).view(seq_idx.shape)
+    assert torch.equal(*(document_starts(numbers, batch=2, rows=sum(lengths)) for numbers in (flat, seq_idx)))
     with raises(ModelError, f"{2 * len(lengths)} documents", f"2 rows of {sum(lengths)}"):
         cu_seqlens_of(seq_idx, 2 * len(lengths) - 1)
 
@@ -311,11 +311,11 @@ def test_samples_are_packed_as_megatron_packs_them(samples: list[list[int]], spa
     given_ = torch.full((len(samples), rows + 1), rows, dtype=torch.int32)
     for cu_seqlens, lengths in zip(given_, parts, strict=True):
         cu_seqlens[: len(lengths) + 1] = torch.tensor([0, *itertools.accumulate(lengths)])
-    theirs = flatten_batch_for_packed_sequences({"cu_seqlens": given_, "tokens": torch.zeros(len(samples), rows)})
-    (expected,) = theirs["cu_seqlens"].tolist()
+    batch = flatten_batch_for_packed_sequences({"cu_seqlens": given_, "tokens": torch.zeros(len(samples), rows)})
+    (expected,) = batch["cu_seqlens"].tolist()
     count = len(expected) - 1
-    found = fixed_cu_seqlens(given_, rows=rows, max_documents=count + spare)
-    assert (found.dtype, found.tolist()) == (torch.int32, expected + expected[-1:] * spare)
+    fixed = fixed_cu_seqlens(given_, rows=rows, max_documents=count + spare)
+    assert (fixed.dtype, fixed.tolist()) == (torch.int32, expected + expected[-1:] * spare)
     with raises(DataError, f"{count} documents", f"{rows * len(samples)} tokens", f"at most {count - 1}"):
         fixed_cu_seqlens(given_, rows=rows, max_documents=count - 1)
 

@@ -60,19 +60,19 @@ def test_the_lines_of_every_op_run_without_megatron() -> None:
     """Those of the page, forward and backward; every input gets a gradient but the indexer's three."""
     code = blocks(PAGES["ops.md"], "python")
     assert all(name in "".join(code) for name in ops.__all__)
-    assert all(len(ast.parse(one).body) <= 4 for one in code[1:])
+    assert all(len(ast.parse(block).body) <= 4 for block in code[1:])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ALONE], input=json.dumps(code), env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = json.loads(done.stdout.splitlines()[-1])
     shapes = [[32, 2, 4, 16], [32, 2, 64], [32, 2, 4, 16], [32, 64], [], [32, 2, 64], []]
-    assert [shape for shape, _ in found] == shapes
+    assert [shape for shape, _ in printed] == shapes
     without = {2: [False] * 3}
-    assert [has for _, has in found] == [
+    assert [has for _, has in printed] == [
         without.get(number, []) + [True] * (len(has) - len(without.get(number, [])))
-        for number, (_, has) in enumerate(found)
+        for number, (_, has) in enumerate(printed)
     ]
 
 
@@ -96,22 +96,22 @@ def test_functions_and_packages_of_one_name() -> None:
     assert b"mamba3" in pickle.dumps(mamba3)
 
 
-def losses(**given: Any) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def losses(**options: Any) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Ours and PyTorch's: the loss, and the gradients of hidden states, weight and bias."""
     generator = torch.Generator().manual_seed(2)
     leaves = [
         torch.randn(shape, generator=generator).double().requires_grad_() for shape in ((5, 3, 8), (11, 8), (11,))
     ]
     label = torch.randint(11, (5, 3), generator=generator)
-    label[1, :2] = given.get("ignore_index", -100)
+    label[1, :2] = options.get("ignore_index", -100)
     upstream = torch.randn(5, 3, generator=generator).double()
     for run in (True, False):
         hidden, weight, bias = leaves
         if run:
-            loss = linear_cross_entropy(hidden, weight, label, bias_V=bias, **given)
+            loss = linear_cross_entropy(hidden, weight, label, bias_V=bias, **options)
         else:
             logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(logits, label.flatten(), **given)
+            loss = torch.nn.functional.cross_entropy(logits, label.flatten(), **options)
         loss = loss.view(label.shape) if loss.dim() else loss
         yield [loss, *torch.autograd.grad(loss, leaves, upstream if loss.dim() else None)]
 
@@ -119,9 +119,9 @@ def losses(**given: Any) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [{}, {"ignore_index": -1}, {"ignore_index": 99}])
 def test_the_loss_is_pytorchs(reduction: str, ignored: dict[str, int]) -> None:
-    ours, theirs = losses(reduction=reduction, **ignored)
-    for found, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, expected)
+    ours, pytorchs = losses(reduction=reduction, **ignored)
+    for actual, expected in zip(ours, pytorchs, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_labels_that_are_none_are_refused() -> None:
@@ -139,11 +139,11 @@ def test_labels_that_are_none_are_refused() -> None:
 
 
 def test_the_backend_is_chosen_by_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Watched(Dispatcher):
         def request(self, op: str, name: str | None = None, **needs: Any) -> Any:
-            asked.append({"op": op, "name": name, **needs})
+            requests.append({"op": op, "name": name, **needs})
             return super().request(op, name, **needs)
 
     monkeypatch.setattr(ops, "_dispatcher", Watched)
@@ -158,7 +158,7 @@ def test_the_backend_is_chosen_by_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         torch.use_deterministic_algorithms(False)
         ops._chosen.cache_clear()
     common = {"op": "rms_norm", "device": "cpu", "dtype": torch.float32, "packed": False, "hidden": 8}
-    assert asked == [
+    assert requests == [
         common | {"name": name, "deterministic": on} for name, on in (("auto", False), ("reference", True))
     ]
     with pytest.raises(BackendError, match="triton"):

@@ -24,13 +24,13 @@ def operands(rows: tuple[int, ...] = (128, 0, 256), outputs: int = 128, inputs: 
 
 def test_the_product_is_that_of_the_values_within_what_fp8_rounds() -> None:
     x, w, *quantized = operands()
-    found = reference.grouped_product(*quantized).double()
+    product = reference.grouped_product(*quantized).double()
     expected = torch.cat([x[:128].double() @ w[0].double().T, x[128:].double() @ w[2].double().T])
     # Each operand of E4M3 is off by 2.6 % (rms), whatever the depth of the product.
-    error = float((found - expected).norm() / expected.norm())
+    error = float((product - expected).norm() / expected.norm())
     assert 0.02 < error < 0.05
     scaled = [quantized[0], 2 * quantized[1], *quantized[2:]]
-    assert torch.equal(reference.grouped_product(*scaled).double(), 2 * found)
+    assert torch.equal(reference.grouped_product(*scaled).double(), 2 * product)
 
 
 def test_a_scale_belongs_to_its_block() -> None:
@@ -57,12 +57,12 @@ def test_a_scale_belongs_to_its_block() -> None:
     ],
 )
 def test_operands_that_do_not_fit(change: dict[int, Any], said: str) -> None:
-    given = list(operands()[2:])
+    arguments = list(operands()[2:])
     for place, value in change.items():
-        given[place] = value
+        arguments[place] = value
     for product in (reference.grouped_product, deep_gemm.grouped_product):
         with pytest.raises(ModelError, match=said):
-            product(*given)
+            product(*arguments)
 
 
 def test_auto_never_takes_what_its_probe_did_not_see_working(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,10 +71,10 @@ def test_auto_never_takes_what_its_probe_did_not_see_working(monkeypatch: pytest
     monkeypatch.setattr("megacpp_mcore.backends.probes.arch", lambda: "sm_90")
     failing = "a grouped call failed: Assertion error (csrc/apis/gemm.hpp:101)"
     ours = grouped_fp8_candidates()
-    assert {one.name for one in ours} == {"deep_gemm", "reference"}
+    assert {candidate.name for candidate in ours} == {"deep_gemm", "reference"}
     for probed, observed in ((ProbeResult(False, failing), "reference"), (ProbeResult(True), "deep_gemm")):
         monkeypatch.setattr(deep_gemm, "probe", lambda probed=probed: probed)
-        made = [dataclasses.replace(one, requires=()) for one in ours]
+        made = [dataclasses.replace(candidate, requires=()) for candidate in ours]
         chosen = Dispatcher(candidates=made).request("grouped_fp8", **needs)
         assert chosen.observed == observed
         assert (failing in chosen.reason) is (observed == "reference")

@@ -61,9 +61,9 @@ def test_without_probabilities_they_are_1() -> None:
     leaves = [inputs["x"][token], inputs["w1"], inputs["w2"]]
     results = []
     for probs in (None, torch.ones(len(token), dtype=torch.float64)):
-        x, w1, w2 = given = [leaf.detach().requires_grad_() for leaf in leaves]
+        x, w1, w2 = operands = [leaf.detach().requires_grad_() for leaf in leaves]
         y = grouped_mlp(x, counts, w1, w2, probs)
-        results.append([y, *torch.autograd.grad(y.sin().sum(), given)])
+        results.append([y, *torch.autograd.grad(y.sin().sum(), operands)])
     assert all(map(torch.equal, *results))
 
 
@@ -79,10 +79,10 @@ def test_no_token_gives_weights_gradients_of_zero() -> None:
 def test_low_precision(dtype: torch.dtype, rms: float) -> None:
     case = Case(T=1173, D=32, F=48, E=6, topk=2, routing="lone", dtype=dtype, prob_dtype=dtype)
     inputs = draw(case)
-    found = outcome_of_rows(grouped_mlp, case, inputs)
-    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    outputs = outcome_of_rows(grouped_mlp, case, inputs)
+    assert {tensor.dtype for tensor in outputs.values()} == {dtype}
     # By expert: GELU is flat near -0.75, where the one token of the first leaves a hidden unit only rounding.
-    assert_same(found, outcome_of_rows(grouped_mlp, case, inputs, torch.float64), rms)
+    assert_same(outputs, outcome_of_rows(grouped_mlp, case, inputs, torch.float64), rms)
 
 
 class BiasFreeLinear(torch.nn.Module):
@@ -161,11 +161,11 @@ BAD_TOKENS = {
 
 @pytest.mark.parametrize(("change", "message"), BAD_TOKENS.values(), ids=BAD_TOKENS)
 def test_routed_refuses(change: dict[str, object], message: str) -> None:
-    given = {"routing": ROUTING, "probs": torch.zeros(4, 3), "topk": 2, "exact": True} | change
+    arguments = {"routing": ROUTING, "probs": torch.zeros(4, 3), "topk": 2, "exact": True} | change
     with pytest.raises(ModelError, match=message):
         routed_mlp(
-            torch.zeros(4, 5), given["routing"], given["probs"], torch.zeros(3, 6, 5), torch.zeros(3, 5, 6),
-            topk=given["topk"], exact=given["exact"],
+            torch.zeros(4, 5), arguments["routing"], arguments["probs"], torch.zeros(3, 6, 5), torch.zeros(3, 5, 6),
+            topk=arguments["topk"], exact=arguments["exact"],
         )  # fmt: skip
 
 

@@ -88,8 +88,8 @@ def test_scores_match_loop(S, T, query_chunk):
     actual, expected = indexer_scores(*inputs, query_chunk=query_chunk), loop_scores(*inputs)
     assert_parity(actual, expected, rms=1e-12, name="score")
     cotangent = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    have, want = torch.autograd.grad(actual, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent)
-    for name, a, e in zip("qkw", have, want, strict=True):
+    gradients, want = torch.autograd.grad(actual, inputs, cotangent), torch.autograd.grad(expected, inputs, cotangent)
+    for name, a, e in zip("qkw", gradients, want, strict=True):
         assert e.abs().sum() > 0
         assert_parity(a, e, rms=1e-11, name=f"d{name}")
 
@@ -164,7 +164,7 @@ def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
     """A chunk's scores with their heads fit the bound, and the selection is the same."""
     S, B, H = 64, 2, 3
     inputs = [t.detach() for t in draw(S, S, B=B, H=H)]
-    whole, seen, score_block = select(*inputs, 7), [], reference.score_block
+    selected, seen, score_block = select(*inputs, 7), [], reference.score_block
 
     def block(q, k, w):
         seen.append(len(q) * B * H * S)
@@ -172,7 +172,7 @@ def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
 
     monkeypatch.setattr(reference, "SCORE_BLOCK_ELEMENTS", 5000)
     monkeypatch.setattr(reference, "score_block", block)
-    assert torch.equal(select(*inputs, 7), whole)
+    assert torch.equal(select(*inputs, 7), selected)
     assert len(seen) == 5  # 13 queries of 384 numbers each
     assert max(seen) <= 5000
 
@@ -190,16 +190,16 @@ def test_loss_matches_loop(topk):
     actual, expected = indexer_loss(score, index, target), loop_loss(score, target, keys_of)
     assert torch.equal(indexer_loss(score, index, target.masked_fill(index < 0, float("nan"))), actual)
     assert float(indexer_loss(score, torch.full_like(index, -1), target).detach()) == 0.0
-    (have,), (want,) = torch.autograd.grad(actual, score), torch.autograd.grad(expected, score)
+    (grad,), (want,) = torch.autograd.grad(actual, score), torch.autograd.grad(expected, score)
     if topk == 1:
         # One key has probability 1 on both sides: no loss and no gradient.
         assert actual.abs() < 1e-12
-        assert have.abs().max() < 1e-12
+        assert grad.abs().max() < 1e-12
         return
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-14)
-    assert have.abs().sum() > 0
-    assert torch.equal(have[1, 5], torch.zeros(9, dtype=torch.float64))
+    torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-14)
+    assert grad.abs().sum() > 0
+    assert torch.equal(grad[1, 5], torch.zeros(9, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("coefficient", [0.7, torch.tensor(0.7)])
@@ -210,16 +210,16 @@ def test_gradient_is_that_of_the_loss(query_chunk, coefficient):
     index = blinded(causal_topk(score, 5, draw_documents(23, each=3)))
     target = case.draw_target(index).double()
     expected = indexer_loss(score, index, target)
-    loss, *found = indexer_grad(*inputs, index, target, coefficient, query_chunk=query_chunk)
+    loss, *gradients = indexer_grad(*inputs, index, target, coefficient, query_chunk=query_chunk)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
-    for name, have, want in zip("qkw", found, torch.autograd.grad(0.7 * expected, inputs), strict=True):
-        assert not have.requires_grad
+    for name, grad, want in zip("qkw", gradients, torch.autograd.grad(0.7 * expected, inputs), strict=True):
+        assert not grad.requires_grad
         torch.testing.assert_close(
-            have, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14
+            grad, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14
         )
-        assert have.abs().sum() > 0, f"the loss does not reach {name}"
-    assert torch.equal(found[0][7, 0], torch.zeros_like(found[0][7, 0]))
-    assert torch.equal(found[0][5, 1], torch.zeros_like(found[0][5, 1]))
+        assert grad.abs().sum() > 0, f"the loss does not reach {name}"
+    assert torch.equal(gradients[0][7, 0], torch.zeros_like(gradients[0][7, 0]))
+    assert torch.equal(gradients[0][5, 1], torch.zeros_like(gradients[0][5, 1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,15 +227,15 @@ def test_gradient_in_low_precision(dtype):
     low = [t.detach() for t in draw(777, 777, B=1, H=2, D=8, dtype=dtype)]
     index = select(*low, 17)
     target = draw_target(index.shape).float()
-    loss, *found = indexer_grad(*low, index, target, 1.0)
+    loss, *gradients = indexer_grad(*low, index, target, 1.0)
     want_loss, *expected = indexer_grad(*(t.double() for t in low), index, target.double(), 1.0)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), want_loss, rtol=1e-6, atol=0)
-    for name, have, want in zip("qkw", found, expected, strict=True):
-        assert have.dtype == dtype
+    for name, grad, want in zip("qkw", gradients, expected, strict=True):
+        assert grad.dtype == dtype
         # Query 0 selects one key: its gradient is 0 up to rounding. In fp32 autograd over all keys has 3.6e-5 (of w, whose
         # gradient sums terms that cancel).
-        assert_parity(have[1:], want[1:], rms=4e-5 if dtype == torch.float32 else 5e-3, name=f"d{name}")
+        assert_parity(grad[1:], want[1:], rms=4e-5 if dtype == torch.float32 else 5e-3, name=f"d{name}")
 
 
 @pytest.mark.parametrize("query_chunk", [None, 5])
@@ -259,12 +259,12 @@ def test_gradients_over_every_key_are_those_of_the_formula(
     log_ratio = (target.log() - score.log_softmax(-1)).masked_fill(~seen_ST, 0.0)
     loss = (target * log_ratio).sum(-1).mean()
     (3 * loss).backward()
-    found = dense_grad(
+    outputs = dense_grad(
         q, k, w, query, key,
         weight=torch.tensor(3 / 48, dtype=torch.float64), softmax_scale=0.4, seq_idx_S=seq_idx, query_chunk=query_chunk,
     )  # fmt: skip
-    assert float(found[0].mean()) == pytest.approx(float(loss), rel=1e-9)
-    for gradient, tensor in zip(found[1:], trained, strict=True):
+    assert float(outputs[0].mean()) == pytest.approx(float(loss), rel=1e-9)
+    for gradient, tensor in zip(outputs[1:], trained, strict=True):
         assert torch.allclose(gradient, tensor.grad, rtol=1e-8, atol=1e-12)
 
 

@@ -117,12 +117,12 @@ def test_keys_are_as_fine_as_specialisations(driver: Driver, monkeypatch: pytest
     keys = []
     monkeypatch.setattr(triton_launch, "_compiled", type("Keys", (), {"get": lambda self, key: keys.append(key)})())
     monkeypatch.setattr(type(store), "run", lambda *args, **how: None)
-    found = []
+    specialisations = []
     for value in VALUES:
         call(size=value)
         special = native_specialize_impl(BaseBackend, value, False, True, True)
-        found.append((keys[-1], tuple(map(str, special))))
-    for (key, special), (other_key, other) in itertools.combinations(found, 2):
+        specialisations.append((keys[-1], tuple(map(str, special))))
+    for (key, special), (other_key, other) in itertools.combinations(specialisations, 2):
         assert key != other_key or special == other, (special, other)
     assert len(set(keys)) < len(VALUES)
 
@@ -178,6 +178,6 @@ def test_a_compiled_function_has_the_kernel_in_its_graph(driver: Driver, monkeyp
 
 
 def test_arguments_in_the_wrong_place_are_refused(driver: Driver) -> None:
-    for given, named in (((X, X, 3, 5), {"scale": 0.5, "BLOCK": 16}), ((X, X, 3, 5, 0.5, 16), {})):
-        with pytest.raises(TypeError, match=f"^store .* {len(given)} "):
-            launch(store, (1,), *given, **named, WIDE=False)
+    for positional, named in (((X, X, 3, 5), {"scale": 0.5, "BLOCK": 16}), ((X, X, 3, 5, 0.5, 16), {})):
+        with pytest.raises(TypeError, match=f"^store .* {len(positional)} "):
+            launch(store, (1,), *positional, **named, WIDE=False)

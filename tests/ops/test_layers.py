@@ -57,53 +57,53 @@ def built(model: Model, letter: str) -> torch.nn.Module:
     )  # fmt: skip
 
 
-def by_export(found: dict[str, torch.Tensor], mixer: Any, model: Model, letter: str) -> dict[str, torch.Tensor]:
+def by_export(state: dict[str, torch.Tensor], mixer: Any, model: Model, letter: str) -> dict[str, torch.Tensor]:
     """Tensors of Megatron's layer by the names that an export has for them."""
-    found, prefixes = dict(found), [f"decoder.layers.{LAYERS[letter] - 1}.self_attention."]
+    state, prefixes = dict(state), [f"decoder.layers.{LAYERS[letter] - 1}.self_attention."]
     prefixes.append(f"model.layers.{LAYERS[letter] - 1}.mixer.")
     if letter != "A":
-        rows = found.pop("in_proj.weight")
-        found |= {
+        rows = state.pop("in_proj.weight")
+        state |= {
             f"in_proj.weight.{slot.part.name}": rows[slot.start : slot.start + slot.rows]
             for slot in mixer.in_proj.slots
         }
     return {
-        one.name.removeprefix(prefixes[1]): found[one.key.removeprefix(prefixes[0])]
-        for one in tensors(model)
-        if one.name.startswith(prefixes[1])
+        tensor.name.removeprefix(prefixes[1]): state[tensor.key.removeprefix(prefixes[0])]
+        for tensor in tensors(model)
+        if tensor.name.startswith(prefixes[1])
     }
 
 
 @pytest.mark.parametrize("letter", LAYERS)
 def test_a_layer_is_megatrons(stirred: Any, model: Model, letter: str) -> None:
-    ours, theirs = built(model, letter), stirred.decoder.layers[LAYERS[letter] - 1].self_attention
-    ours.load_state_dict(by_export(dict(theirs.named_parameters()), theirs, model, letter))
+    ours, megatron_layer = built(model, letter), stirred.decoder.layers[LAYERS[letter] - 1].self_attention
+    ours.load_state_dict(by_export(dict(megatron_layer.named_parameters()), megatron_layer, model, letter))
     generator = torch.Generator().manual_seed(1)
     hidden, upstream = (torch.randn(B, S, D, generator=generator) for _ in range(2))
-    one, two = (hidden.clone().requires_grad_() for _ in range(2))
-    theirs.zero_grad()
-    expected, bias = theirs(two.transpose(0, 1), None)
+    our_hidden, stock_hidden = (hidden.clone().requires_grad_() for _ in range(2))
+    megatron_layer.zero_grad()
+    expected, bias = megatron_layer(stock_hidden.transpose(0, 1), None)
     assert bias is None
     (expected.transpose(0, 1) * upstream).sum().backward()
-    found, extra = ours(one)
-    objective = (found * upstream).sum()
+    output, extra = ours(our_hidden)
+    objective = (output * upstream).sum()
     if letter == "A":  # there it is added by the backward pass
-        objective = objective + theirs.config.dsa_indexer_loss_coeff * extra
+        objective = objective + megatron_layer.config.dsa_indexer_loss_coeff * extra
     objective.backward()
-    torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5)
-    gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
-    for name, gradient in by_export(gradients, theirs, model, letter).items():
+    torch.testing.assert_close(output, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(our_hidden.grad, stock_hidden.grad, rtol=1e-4, atol=1e-5)
+    gradients = {name: weight.grad for name, weight in megatron_layer.named_parameters()}
+    for name, gradient in by_export(gradients, megatron_layer, model, letter).items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(ours.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("letter", LAYERS)
 def test_a_layer_starts_as_megatrons(fresh: Any, model: Model, letter: str) -> None:
-    theirs = fresh.decoder.layers[LAYERS[letter] - 1].self_attention
+    megatron_layer = fresh.decoder.layers[LAYERS[letter] - 1].self_attention
     torch.manual_seed(3)
     ours = built(model, letter).state_dict()
-    expected = by_export(dict(theirs.named_parameters()), theirs, model, letter)
+    expected = by_export(dict(megatron_layer.named_parameters()), megatron_layer, model, letter)
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         assert ours[name].dtype == value.dtype == torch.float32
@@ -122,22 +122,22 @@ def test_documents_stay_apart(model: Model, letter: str) -> None:
     layer = built(model, letter)
     hidden = torch.randn(1, S, D, generator=torch.Generator().manual_seed(4))
     documents = (torch.arange(S) >= 10).int()[None]
-    whole, _ = layer(hidden, documents)
-    torch.testing.assert_close(whole[:, :10], layer(hidden[:, :10])[0], rtol=1e-5, atol=1e-6)
+    packed, _ = layer(hidden, documents)
+    torch.testing.assert_close(packed[:, :10], layer(hidden[:, :10])[0], rtol=1e-5, atol=1e-6)
     if letter != "A":  # whose rotary angles count on, which only differences show
-        torch.testing.assert_close(whole[:, 10:], layer(hidden[:, 10:])[0], rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(whole[:, 10:], layer(hidden)[0][:, 10:])
+        torch.testing.assert_close(packed[:, 10:], layer(hidden[:, 10:])[0], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(packed[:, 10:], layer(hidden)[0][:, 10:])
 
 
 @pytest.mark.parametrize("letter", "MR")
 def test_a_state_continues_a_sequence(model: Model, letter: str) -> None:
     layer = built(model, letter)
     hidden = torch.randn(B, S, D, generator=torch.Generator().manual_seed(5))
-    whole, none = layer(hidden)
+    uncut, none = layer(hidden)
     first, state = layer(hidden[:, :9], return_state=True)
     second, _ = layer(hidden[:, 9:], state=state)
     assert none is None
-    torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat([first, second], dim=1), uncut, rtol=1e-5, atol=1e-6)
 
 
 def test_the_loss_of_the_indexer(model: Model) -> None:
@@ -158,7 +158,7 @@ def test_what_has_to_stay_in_float32_does(model: Model) -> None:
     before = layer.A_log.detach().clone()
     layer.bfloat16()
     assert torch.equal(layer.A_log, before)
-    assert {name for name, one in layer.named_parameters() if one.dtype == torch.float32} == set(layer.in_fp32)
+    assert {name for name, param in layer.named_parameters() if param.dtype == torch.float32} == set(layer.in_fp32)
     out, _ = layer(torch.randn(B, S, D, dtype=torch.bfloat16))
     out.sum().backward()
     assert out.dtype == torch.bfloat16

@@ -54,12 +54,12 @@ def outcome(op: Callable[..., torch.Tensor], inputs: list[torch.Tensor], **sizes
     return [loss, *torch.autograd.grad(loss, leaves, weight.to(loss.dtype))]
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], **limits: Any) -> None:
-    peers = limits.pop("peers", [None] * len(found))
-    for name, have, want, peer in zip(("loss", *NAMES), found, expected, peers, strict=True):
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor], **limits: Any) -> None:
+    peers = limits.pop("peers", [None] * len(actual))
+    for name, tensor, want, peer in zip(("loss", *NAMES), actual, expected, peers, strict=True):
         if name == "loss":  # each token's is a row of its own; the bias is one, as its entries cancel
-            have, want, peer = (tensor if tensor is None else tensor[:, None] for tensor in (have, want, peer))
-        assert_parity(have, want, dtype_peer=peer, name=name, **limits)
+            tensor, want, peer = (tensor if tensor is None else tensor[:, None] for tensor in (tensor, want, peer))
+        assert_parity(tensor, want, dtype_peer=peer, name=name, **limits)
 
 
 @pytest.mark.parametrize(("N", "V"), [(1, 1), (1, 37), (13, 200), (23, 129)])
@@ -67,7 +67,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor], **limit
 @pytest.mark.parametrize("token_chunk", CHUNKS)
 def test_losses_and_gradients(N: int, V: int, token_chunk: int | None, are_weights_known: bool) -> None:
     inputs = draw(N, V)
-    found = outcome(ours, inputs, token_chunk=token_chunk, token_weight=inputs[-1] * 3 if are_weights_known else None)
+    outputs = outcome(ours, inputs, token_chunk=token_chunk, token_weight=inputs[-1] * 3 if are_weights_known else None)
     statistics = linear_cross_entropy(inputs[0], inputs[1], inputs[3], bias_V=inputs[2], token_chunk=token_chunk)
     top, column = torch.nn.functional.linear(*inputs[:3]).max(-1)
     assert torch.equal(statistics.top_column, column)
@@ -76,9 +76,9 @@ def test_losses_and_gradients(N: int, V: int, token_chunk: int | None, are_weigh
     expected = outcome(eager, inputs)
     assert_same(outcome(reference, inputs), expected, rms=1e-12) if V > 1 else None
     if V == 1:  # nothing to choose from: all is zero but for rounding
-        assert max(float(tensor.detach().abs().max()) for tensor in found) < 1e-13
+        assert max(float(tensor.detach().abs().max()) for tensor in outputs) < 1e-13
         return
-    assert_same(found, expected, rms=1e-12)
+    assert_same(outputs, expected, rms=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -91,9 +91,9 @@ def test_low_precision_is_as_good_as_eager(dtype: torch.dtype) -> None:
     rms = 1e-6 if dtype == torch.float32 else 5e-3
     for token_weight in (None, low[-1] * 4):
         for token_chunk in (1200, 200):  # the gradient of the weight summed up in 16 bits, and in float32
-            found = outcome(ours, low, token_chunk=token_chunk, token_weight=token_weight)
-            assert [tensor.dtype for tensor in found] == [torch.float32, dtype, dtype, dtype]
-            assert_same(found, expected, rms=rms, peers=peers, max_abs_factor=2)
+            outputs = outcome(ours, low, token_chunk=token_chunk, token_weight=token_weight)
+            assert [tensor.dtype for tensor in outputs] == [torch.float32, dtype, dtype, dtype]
+            assert_same(outputs, expected, rms=rms, peers=peers, max_abs_factor=2)
 
 
 @pytest.mark.parametrize("token_chunk", [None, 7])
@@ -103,9 +103,9 @@ def test_tokens_of_weight_0_have_their_loss_and_no_gradient(token_chunk: int | N
     mask = (torch.arange(13) % 3 > 0).double()
     for op, sizes in ((truth.linear_cross_entropy, {}), (linear_cross_entropy, {"token_chunk": token_chunk})):
         results = []
-        for given, arriving in ((None, mask), (mask, mask), (mask, torch.ones(13)), (mask, mask / mask)):
-            found = op(leaves[0], leaves[1], label, bias_V=leaves[2], token_weight=given, **sizes)
-            loss = getattr(found, "loss", found)
+        for token_weight, arriving in ((None, mask), (mask, mask), (mask, torch.ones(13)), (mask, mask / mask)):
+            output = op(leaves[0], leaves[1], label, bias_V=leaves[2], token_weight=token_weight, **sizes)
+            loss = getattr(output, "loss", output)
             results.append([loss.detach(), *torch.autograd.grad(loss, leaves, arriving.double())])
         assert float(results[0][1][mask == 0].abs().max()) == 0.0
         assert float(results[0][1][mask != 0].abs().amin(0).max()) > 0.0
@@ -136,33 +136,33 @@ def test_any_factor_that_the_weights_are_multiplied_by(dtype: torch.dtype) -> No
     loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight).loss
     plain = linear_cross_entropy(hidden, weight_VH, label).loss
     for factor in (1e-9, -3.0, 2.0**30, 0.0):
-        found, expected = (
-            torch.autograd.grad(one, leaves, weight * factor, retain_graph=True) for one in (loss, plain)
+        gradients, expected = (
+            torch.autograd.grad(y, leaves, weight * factor, retain_graph=True) for y in (loss, plain)
         )
-        for have, want in zip(found, expected, strict=True):
-            assert have.dtype == dtype
-            assert_parity(have, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
+        for grad, want in zip(gradients, expected, strict=True):
+            assert grad.dtype == dtype
+            assert_parity(grad, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
     for factor in (float("inf"), float("nan")):
         assert not any(
             bool(g.isfinite().any()) for g in torch.autograd.grad(loss, leaves, weight * factor, retain_graph=True)
         )
     for scale in (1e-20, 3e19):  # whose squares float32 does not hold
         large = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight * scale).loss
-        have, want = (
-            torch.autograd.grad(one, hidden, weight * by, True)[0] for one, by in ((large, scale / 2), (plain, 0.5))
+        grad, want = (
+            torch.autograd.grad(y, hidden, weight * by, True)[0] for y, by in ((large, scale / 2), (plain, 0.5))
         )
-        assert dtype != torch.float32 or assert_parity(have / scale, want, rms=1e-5) is None
+        assert dtype != torch.float32 or assert_parity(grad / scale, want, rms=1e-5) is None
     none = linear_cross_entropy(hidden, weight_VH, label, token_weight=torch.zeros(13)).loss
     assert not any(bool(gradient.any()) for gradient in torch.autograd.grad(none, leaves, weight))
     mask = torch.arange(13) % 3 > 0
-    for given in (mask, mask.long(), mask * 5):
-        counted = linear_cross_entropy(hidden, weight_VH, label, token_weight=given).loss
-        for have, want in zip(
+    for token_weight in (mask, mask.long(), mask * 5):
+        counted = linear_cross_entropy(hidden, weight_VH, label, token_weight=token_weight).loss
+        for grad, want in zip(
             torch.autograd.grad(counted, leaves, mask * 0.5),
             torch.autograd.grad(plain, leaves, mask * 0.5, True),
             strict=True,
         ):
-            assert_parity(have, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
+            assert_parity(grad, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +177,15 @@ def test_any_factor_that_the_weights_are_multiplied_by(dtype: torch.dtype) -> No
 def test_number_of_products(enabled: bool, dtype: torch.dtype, known: bool, forward: int, backward: int) -> None:
     """Without gradients, as in an evaluation and in the first pass of activation recompute, one."""
     hidden, weight_VH, _, label, weight = draw(13, 40, dtype=dtype)
-    found = []
+    counts = []
     with torch.set_grad_enabled(enabled):
         with Products() as made:
             loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight if known else None).loss
-        found.append(made.count)
+        counts.append(made.count)
     with Products() as made:
         if enabled:
             loss.backward(weight.float())
-    assert [*found, made.count] == [forward, backward]
+    assert [*counts, made.count] == [forward, backward]
 
 
 class Products(TorchDispatchMode):
@@ -204,9 +204,9 @@ def test_logit_scale_is_a_factor_on_weight_and_bias() -> None:
         loss = op(hidden, weight, label, bias_V=bias, logit_scale=0.25)
         loss = loss if isinstance(loss, torch.Tensor) else loss.loss
         expected = eager(hidden, weight * 0.25, bias * 0.25, label)
-        found = torch.autograd.grad(loss, (hidden, weight, bias), cotangent)
+        gradients = torch.autograd.grad(loss, (hidden, weight, bias), cotangent)
         assert_same(
-            [loss, *found], [expected, *torch.autograd.grad(expected, (hidden, weight, bias), cotangent)], rms=1e-12
+            [loss, *gradients], [expected, *torch.autograd.grad(expected, (hidden, weight, bias), cotangent)], rms=1e-12
         )
 
 
@@ -214,11 +214,11 @@ def test_labels_outside_of_the_vocabulary() -> None:
     """The loss is log-sum-exp less the maximum, its gradient the softmax's; other tokens do not notice."""
     inputs = draw(8, 30)
     inputs[3] = torch.tensor([-100, -1, 30, 10**6, 0, 29, 5, 5])
-    found = outcome(ours, inputs, token_chunk=3)
-    assert_same(found, outcome(reference, inputs), rms=1e-12)
+    outputs = outcome(ours, inputs, token_chunk=3)
+    assert_same(outputs, outcome(reference, inputs), rms=1e-12)
     logit = torch.nn.functional.linear(*inputs[:3])
-    assert torch.allclose(found[0][:4], (logit.logsumexp(-1) - logit.amax(-1))[:4])
-    assert torch.allclose(found[0][4:], eager(*inputs[:3], inputs[3].clamp(0, 29))[4:])
+    assert torch.allclose(outputs[0][:4], (logit.logsumexp(-1) - logit.amax(-1))[:4])
+    assert torch.allclose(outputs[0][4:], eager(*inputs[:3], inputs[3].clamp(0, 29))[4:])
 
 
 def test_nan_reaches_the_loss() -> None:
@@ -254,8 +254,8 @@ def test_main_grad_is_added_to(wide: torch.dtype, are_weights_known: bool) -> No
         calls.append(buffer.clone())
         return torch.full_like(weight, 3.0)
 
-    given = {"main_grad": MainGrad(buffer, placeholder), "token_chunk": 16}
-    loss = ours(hidden, weight, bias, label, token_weight=cotangent if are_weights_known else None, **given)
+    options = {"main_grad": MainGrad(buffer, placeholder), "token_chunk": 16}
+    loss = ours(hidden, weight, bias, label, token_weight=cotangent if are_weights_known else None, **options)
     gradient = torch.autograd.grad(loss, weight, cotangent.float() / 3)[0]
     assert torch.equal(gradient, torch.full_like(weight, 3.0))
     assert len(calls) == 1
@@ -275,10 +275,10 @@ def test_no_tensor_of_tokens_times_vocabulary(monkeypatch: pytest.MonkeyPatch, a
     with Recorder() as all_at_once:
         expected = outcome(eager, inputs)
     with Recorder() as in_chunks:
-        found = outcome(ours, inputs, token_weight=inputs[-1] if are_weights_known else None)
+        outputs = outcome(ours, inputs, token_weight=inputs[-1] if are_weights_known else None)
     assert elements(all_at_once.largest) == 200 * 300
     assert elements(in_chunks.largest) == 300 * 12  # the weight
-    assert_same(found, expected, rms=2e-6)
+    assert_same(outputs, expected, rms=2e-6)
 
 
 def test_uninitialised_memory_is_never_read() -> None:
@@ -288,10 +288,10 @@ def test_uninitialised_memory_is_never_read() -> None:
     torch.use_deterministic_algorithms(True)  # torch.empty then holds NaN
     try:
         assert torch.isnan(torch.empty(8)).all()
-        found = [outcome(ours, inputs, **call) for call in calls]
+        outputs = [outcome(ours, inputs, **call) for call in calls]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(*pair) for one in zip(found, expected, strict=True) for pair in zip(*one, strict=True))
+    assert all(torch.equal(*pair) for both in zip(outputs, expected, strict=True) for pair in zip(*both, strict=True))
 
 
 @pytest.mark.parametrize(

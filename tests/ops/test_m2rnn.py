@@ -80,8 +80,8 @@ def with_gradients(
     """Both outputs and every gradient, for random gradients of both outputs that every dtype can hold."""
     y, h_last = compute(tensors)
     generator = torch.Generator().manual_seed(99)
-    given = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in (y, h_last)]
-    return outcomes.with_gradients({"y": y, "h_last": h_last}, tensors, given)
+    cotangents = [torch.randn(t.shape, generator=generator).bfloat16().to(t.dtype) for t in (y, h_last)]
+    return outcomes.with_gradients({"y": y, "h_last": h_last}, tensors, cotangents)
 
 
 def by_single_numbers(tensors: dict[str, torch.Tensor], shape: Shape) -> tuple[np.ndarray, np.ndarray]:
@@ -126,13 +126,13 @@ def test_chunked_is_sequential_with_every_gradient(shape: Shape) -> None:
     actual = {every: with_gradients(partial(chunked, checkpoint_every=every), tensors) for every in (1, 8, 36, 37, 64)}
     for name, tensor in expected.items():
         assert tensor.abs().max() > 1e-6, f"{name} vanishes: this case would test nothing"
-        for every, found in actual.items():
-            assert_parity(found[name], tensor, rms=1e-10, name=f"{name}, a state every {every}")
+        for every, outputs in actual.items():
+            assert_parity(outputs[name], tensor, rms=1e-10, name=f"{name}, a state every {every}")
     zeros = tensors | {"h0": torch.zeros_like(tensors["h0"])}
-    found = zip(ref.m2rnn_chunked(*list(zeros.values())[:-1]), ref.m2rnn_sequential(*list(zeros.values())[:-1]),
+    states = zip(ref.m2rnn_chunked(*list(zeros.values())[:-1]), ref.m2rnn_sequential(*list(zeros.values())[:-1]),
                 chunked(zeros), sequential(zeros), strict=True)  # fmt: skip
-    for short, step, whole, truth in found:
-        assert torch.equal(short, whole)
+    for short, step, full, truth in states:
+        assert torch.equal(short, full)
         assert torch.equal(step, truth)
 
 
@@ -224,7 +224,7 @@ def test_bad_input_of_the_recurrence_is_named(
 @pytest.mark.parametrize(("K", "V", "nearest"), [(8, 16, 16), (40, 16, 32), (48, 8, 64), (128, 16, 64)])
 def test_widths_that_the_kernels_do_not_take_are_named_with_the_nearest(K: int, V: int, nearest: int) -> None:
     triton = pytest.importorskip("megacpp_mcore.ops.m2rnn.triton")
-    (kernels,) = (each for each in own_candidates() if (each.op, each.name) == ("m2rnn", "triton"))
+    (kernels,) = (candidate for candidate in own_candidates() if (candidate.op, candidate.name) == ("m2rnn", "triton"))
     (taken,) = kernels.support.dims["key_dim"].one_of
     with pytest.raises(ModelError, match=r"torch\.float32"):
         outcome(triton.m2rnn, Case(B=1, S=3, H=2, dtype=torch.float32), draw(Case(B=1, S=3, H=2, dtype=torch.float32)))
@@ -265,8 +265,8 @@ def test_what_a_kernel_would_read_beyond_is_refused(path: str, name: str) -> Non
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, x_f: torch.Tensor, **how: object):
         return op(wrong if name == "q" else q, k, v, g, wrong if name == "x_f" else x_f, **how)
 
-    said = {"h0": "initial_state.h", "window0": "initial_state.window"}.get(name, name)
-    with pytest.raises(ModelError, match=f"^{said} (has shape|is torch.int32)"):
+    argument = {"h0": "initial_state.h", "window0": "initial_state.window"}.get(name, name)
+    with pytest.raises(ModelError, match=f"^{argument} (has shape|is torch.int32)"):
         outcome(call, case, inputs)
 
 

@@ -119,13 +119,13 @@ def test_chunked_is_sequential_with_every_gradient(name: str) -> None:
     case, tensors = CASES[name], draw(CASES[name], seed=1)
     expected = outcome(case, tensors, method="sequential")
     actual = {size: outcome(case, tensors, chunk_size=size) for size in (1, 8, 37, 64)}
-    for each, tensor in expected.items():
-        if case.S == 1 and each == "dangles":
+    for key, tensor in expected.items():
+        if case.S == 1 and key == "dangles":
             continue  # Zero but for rounding: one token has nothing to turn against.
-        if case.S > 1 or each != "ddd_A":  # One token has nothing to decay.
-            assert tensor.abs().max() > 1e-6, f"{each} vanishes: this case would test nothing"
-        for size, found in actual.items():
-            assert_parity(found[each], tensor, rms=1e-9, name=f"{each} in chunks of {size}")
+        if case.S > 1 or key != "ddd_A":  # One token has nothing to decay.
+            assert tensor.abs().max() > 1e-6, f"{key} vanishes: this case would test nothing"
+        for size, outputs in actual.items():
+            assert_parity(outputs[key], tensor, rms=1e-9, name=f"{key} in chunks of {size}")
 
 
 @pytest.mark.parametrize("case", [SISO, MIMO], ids=["siso", "mimo"])
@@ -153,15 +153,15 @@ def test_long_odd_sequence(name: str, tokens: int) -> None:
     """Exact in float64; in float32 no worse than twice what token by token loses there."""
     case = replace(LONG[name], S=tokens)
     tensors = draw(case, seed=3, dtype=torch.float32)
-    wide = {each: tensor.double() for each, tensor in tensors.items()}
+    wide = {key: tensor.double() for key, tensor in tensors.items()}
     truth = outcome(case, wide, method="sequential")
     peer, actual, exact = outcome(case, tensors, method="sequential"), outcome(case, tensors), outcome(case, wide)
-    for each, expected in truth.items():
-        assert actual[each].dtype == torch.float32
-        assert_parity(exact[each], expected, rms=1e-8, name=f"{each} in float64")
-        assert_parity(actual[each], expected, rms=LONG_RMS.get(each, LONG_RMS_OTHERS), name=each)
-        if each in PEER_NAMES:
-            assert_parity(actual[each], expected, rms=1.0, max_abs_factor=2.0, dtype_peer=peer[each], name=each)
+    for key, expected in truth.items():
+        assert actual[key].dtype == torch.float32
+        assert_parity(exact[key], expected, rms=1e-8, name=f"{key} in float64")
+        assert_parity(actual[key], expected, rms=LONG_RMS.get(key, LONG_RMS_OTHERS), name=key)
+        if key in PEER_NAMES:
+            assert_parity(actual[key], expected, rms=1.0, max_abs_factor=2.0, dtype_peer=peer[key], name=key)
 
 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:
@@ -183,7 +183,7 @@ def test_a_sequence_may_be_cut_anywhere(case: Case, documents: tuple[int, ...], 
     """Two calls that hand the state over are one call: the angle of the rotation goes along, and so do gradients."""
     case = replace(case, documents=documents, states=True)
     leaves = {name: tensor.requires_grad_() for name, tensor in draw(case, seed=7).items()}
-    whole = run(ref.mamba3, case, leaves)
+    uncut = run(ref.mamba3, case, leaves)
     outputs, state = [], {}
     for tokens in (slice(0, cut), slice(cut, None)):
         seq_idx = None if case.seq_idx is None else case.seq_idx[:, tokens]
@@ -192,10 +192,10 @@ def test_a_sequence_may_be_cut_anywhere(case: Case, documents: tuple[int, ...], 
         state = {"initial_state": ref.Mamba3State(*last)}
         outputs.append(out)
     joined = [torch.cat(outputs), *last]
-    given = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    gradients = [torch.autograd.grad(y[0], list(leaves.values()), given) for y in (joined, whole)]
-    for found, truth in zip((*joined, *gradients[0]), (*whole, *gradients[1]), strict=True):
-        assert_parity(found, truth, rms=1e-9)
+    cotangent = torch.randn(uncut[0].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    gradients = [torch.autograd.grad(y[0], list(leaves.values()), cotangent) for y in (joined, uncut)]
+    for actual, truth in zip((*joined, *gradients[0]), (*uncut, *gradients[1]), strict=True):
+        assert_parity(actual, truth, rms=1e-9)
     assert run(ref.mamba3, replace(case, states=False), draw(replace(case, states=False)))[1:] == []
 
 

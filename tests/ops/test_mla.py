@@ -57,13 +57,13 @@ def test_causal_matches_loop(S, query_chunk):
     expected = loop_truth(*inputs, causal(2, S))
     assert_parity(actual, expected, rms=1e-12, name="o")
     pairs = zip(gradients(actual, inputs), gradients(expected, inputs), "qkv", strict=True)
-    for have, want, name in pairs:
+    for grad, want, name in pairs:
         # One key has a constant softmax: dq and dk are 0 up to rounding, where a ratio says nothing.
         if S == 1 and name in "qk":
-            assert have.abs().max() < 1e-14
+            assert grad.abs().max() < 1e-14
             continue
         # The first query sees one key, likewise; the last rows of a sequence are never degenerate.
-        assert_parity(have[1:] if name == "q" else have, want[1:] if name == "q" else want, rms=1e-11, name=f"d{name}")
+        assert_parity(grad[1:] if name == "q" else grad, want[1:] if name == "q" else want, rms=1e-11, name=f"d{name}")
 
 
 @pytest.mark.parametrize("window", [0, 3, 40])
@@ -79,8 +79,8 @@ def test_a_window_matches_loop(window, query_chunk, lengths):
     actual = mla_attention(*inputs, softmax_scale=SCALE, window=window, seq_idx=seq_idx, query_chunk=query_chunk)
     expected = loop_truth(*inputs, visible)
     assert_parity(actual, expected, rms=1e-12, name="o")
-    for have, want in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
+    for grad, want in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
 
 
 def test_a_window_holds_no_more_than_its_keys():
@@ -123,10 +123,10 @@ def test_odd_length_in_low_precision(dtype, rms):
     expected = mla_attention(*high, softmax_scale=SCALE)
     assert actual.dtype == dtype
     assert_parity(actual, expected, rms=rms, name="o")
-    for have, want, name in zip(gradients(actual, low, dtype), gradients(expected, high, dtype), "qkv", strict=True):
-        assert have.dtype == dtype
+    for grad, want, name in zip(gradients(actual, low, dtype), gradients(expected, high, dtype), "qkv", strict=True):
+        assert grad.dtype == dtype
         # dq of the first query is exactly 0 in theory: see test_causal_matches_loop.
-        assert_parity(have[1:] if name == "q" else have, want[1:] if name == "q" else want, rms=rms, name=f"d{name}")
+        assert_parity(grad[1:] if name == "q" else grad, want[1:] if name == "q" else want, rms=rms, name=f"d{name}")
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 7, 7), (1, 1, 7, 7), (2, 1, 1, 7), (2, 1, 7, 1), (1, 1, 1, 1)])

@@ -48,8 +48,8 @@ def test_gradients(case: Case) -> None:
     names = list(case.leaves)
 
     def call(*leaves: torch.Tensor) -> list[torch.Tensor]:
-        given = getattr(reference, case.op)(**dict(zip(names, leaves, strict=True)), **case.others)
-        return [one for one in (given if isinstance(given, tuple) else (given,)) if one.numel()]
+        returned = getattr(reference, case.op)(**dict(zip(names, leaves, strict=True)), **case.others)
+        return [output for output in (returned if isinstance(returned, tuple) else (returned,)) if output.numel()]
 
     assert torch.autograd.gradcheck(call, [leaf.detach().requires_grad_() for leaf in case.leaves.values()])
     assert all(gradient.count_nonzero() for gradient in outcome(getattr(reference, case.op), case).values())

@@ -34,10 +34,10 @@ def test_the_kernel_that_was_chosen_is_noted_and_one_that_was_given_is_not() -> 
         for _ in range(2):
             sdpa.sdpa_attention(q, k, v, softmax_scale=1.0)
         sdpa.sdpa_attention(*(tensor.float() for tensor in (q, k, v)), softmax_scale=1.0)
-    assert [(one["op"], one["layer"], one["requested"], one["observed"]) for one in observed.notes()] == 2 * [
+    assert [(note["op"], note["layer"], note["requested"], note["observed"]) for note in observed.notes()] == 2 * [
         ("sdpa", None, "auto", "MATH")
     ]
-    assert [one["reason"].rpartition(" takes ")[2] for one in observed.notes()] == [
+    assert [note["reason"].rpartition(" takes ")[2] for note in observed.notes()] == [
         f"widths {q.shape[-1]} and {v.shape[-1]} of {dtype}" for dtype in ("float64", "float32")
     ]
     observed.forget()
@@ -54,10 +54,10 @@ def test_no_fused_kernel_on_a_cpu() -> None:
 
 
 def test_lengths_that_cudnn_is_trusted_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
+    trusted = {}
     for version in (None, 91500, 91900):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         lengths = ((256, 256, True), (2345, 2345, True), (256, 384, False), (2345, 2345, False), (1, 128, False))
-        found[version] = [sdpa._cudnn_is_right(*length) for length in lengths]
-    assert found[None] == found[91500] == [True, False, True, False, False]
-    assert found[91900] == [True, True, True, False, False]
+        trusted[version] = [sdpa._cudnn_is_right(*length) for length in lengths]
+    assert trusted[None] == trusted[91500] == [True, False, True, False, False]
+    assert trusted[91900] == [True, True, True, False, False]

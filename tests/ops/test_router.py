@@ -12,15 +12,15 @@ from megacpp_mcore.ops.router.reference import route
 def test_a_token_by_hand() -> None:
     logits_TE = torch.tensor([[0.0, 2.0, -1.0, 1.0], [3.0, 3.0, 3.0, 3.0]], dtype=torch.float64)
     bias_E = torch.tensor([0.5, 0.0, 0.0, 0.0])
-    found = route(logits_TE, bias_E, topk=2, batch=2)
-    assert found.routing_TE.tolist() == [[True, True, False, False]] * 2  # of equal ones the first
-    assert found.load_E.tolist() == [2.0, 2.0, 0.0, 0.0]
-    assert found.best_BE.tolist() == [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]  # without the bias
+    routed = route(logits_TE, bias_E, topk=2, batch=2)
+    assert routed.routing_TE.tolist() == [[True, True, False, False]] * 2  # of equal ones the first
+    assert routed.load_E.tolist() == [2.0, 2.0, 0.0, 0.0]
+    assert routed.best_BE.tolist() == [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]  # without the bias
     scores = logits_TE.sigmoid()
-    assert torch.allclose(found.probs_TE[0, :2], scores[0, :2] / scores[0, :2].sum())
-    assert not found.probs_TE[:, 2:].any()
-    assert torch.allclose(found.score_BE, scores / scores.sum(1, keepdim=True))
-    assert torch.allclose(found.squared, logits_TE.exp().sum(1).log().square().sum())
+    assert torch.allclose(routed.probs_TE[0, :2], scores[0, :2] / scores[0, :2].sum())
+    assert not routed.probs_TE[:, 2:].any()
+    assert torch.allclose(routed.score_BE, scores / scores.sum(1, keepdim=True))
+    assert torch.allclose(routed.squared, logits_TE.exp().sum(1).log().square().sum())
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ def test_a_token_by_hand() -> None:
     ],
 )
 def test_bad_input(values: dict[str, torch.Tensor | int], says: str) -> None:
-    given = {"logits": torch.zeros(6, 4), "bias": torch.zeros(4), "topk": 2, "batch": 2} | values
+    arguments = {"logits": torch.zeros(6, 4), "bias": torch.zeros(4), "topk": 2, "batch": 2} | values
     with pytest.raises(ModelError, match=says):
-        route(given["logits"], given["bias"], topk=given["topk"], batch=given["batch"])
+        route(arguments["logits"], arguments["bias"], topk=arguments["topk"], batch=arguments["batch"])

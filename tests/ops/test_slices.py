@@ -34,9 +34,9 @@ class _Scaled(torch.autograd.Function):
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_gradients_side_by_side_are_the_wholes(rows_first: bool) -> None:
     leaf = torch.randn(*((2, 5) if rows_first else (5, 2)), 12, requires_grad=True)
-    whole = leaf.transpose(0, 1) if rows_first else leaf
+    rows = leaf.transpose(0, 1) if rows_first else leaf
     storages: list[int] = []
-    a, b, c = split(whole, SIZES)
+    a, b, c = split(rows, SIZES)
     outputs = _Scaled.apply(storages, a, b.unflatten(-1, (2, 3)).transpose(2, 3), c)
     loss = sum((output * output).sum() for output in outputs)
     (gradient,) = torch.autograd.grad(loss, leaf)
@@ -47,24 +47,24 @@ def test_gradients_side_by_side_are_the_wholes(rows_first: bool) -> None:
 
 @pytest.mark.parametrize("used", [(0,), (0, 1), (2, 0), (0, 1, 1, 2)])
 def test_any_use_of_the_parts_has_the_gradient_of_torchs_split(used: tuple[int, ...]) -> None:
-    whole = torch.randn(5, 2, 12, requires_grad=True)
+    rows = torch.randn(5, 2, 12, requires_grad=True)
     gradients = []
-    for parts in (split(whole, SIZES), whole.split(SIZES, dim=-1)):
+    for parts in (split(rows, SIZES), rows.split(SIZES, dim=-1)):
         outputs = _Scaled.apply([], *(parts[place] for place in used))
-        gradients += torch.autograd.grad(sum((output.sin()).sum() for output in outputs), whole)
+        gradients += torch.autograd.grad(sum((output.sin()).sum() for output in outputs), rows)
     torch.testing.assert_close(*gradients)
     second = []
-    for parts in (split(whole, SIZES), whole.split(SIZES, dim=-1)):
-        (first,) = torch.autograd.grad((torch.cat(parts, -1) ** 3).sum(), whole, create_graph=True)
-        second += torch.autograd.grad(first.sum(), whole)
+    for parts in (split(rows, SIZES), rows.split(SIZES, dim=-1)):
+        (first,) = torch.autograd.grad((torch.cat(parts, -1) ** 3).sum(), rows, create_graph=True)
+        second += torch.autograd.grad(first.sum(), rows)
     torch.testing.assert_close(*second)
     with pytest.raises(ModelError, match="12"):
-        split(whole, (4, 6))
+        split(rows, (4, 6))
 
 
 def test_parts_that_are_not_the_whole_are_contiguous() -> None:
-    whole = torch.randn(5, 2, 12)
-    a, b, _ = split(whole, SIZES)
+    rows = torch.randn(5, 2, 12)
+    a, b, _ = split(rows, SIZES)
     for tensors in ([a, b], [a, a], [a.expand(5, 2, 4), b], [torch.randn(5, 2, 4), a]):
         for tensor, made in zip(tensors, empty_gradients(*tensors), strict=True):
             assert made.shape == tensor.shape
@@ -82,7 +82,7 @@ def test_blocks_of_rows_lead_back_to_one_whole() -> None:
     used = [*blocks[0], blocks[2][1], blocks[1][0]]
     slices = [factors[:3, :, :4], factors[:3, :, 4:10].unflatten(-1, (2, 3)), factors[:3, :, 10:]]
     slices += [factors[6:, :, 4:10].unflatten(-1, (2, 3)), factors[3:6, :, :4]]
-    (gradient,) = torch.autograd.grad(sum((one * by).sum() for one, by in zip(used, slices, strict=True)), leaf)
+    (gradient,) = torch.autograd.grad(sum((x * by).sum() for x, by in zip(used, slices, strict=True)), leaf)
     expected = factors.clone()
     expected[3:6, :, 4:] = expected[6:, :, :4] = expected[6:, :, 10:] = 0
     assert torch.equal(gradient, expected)
@@ -95,8 +95,8 @@ def test_what_kernels_read_is_aligned() -> None:
     assert aligned(fitting) is fitting
     moved = torch.empty(49)[1:].view_as(fitting).copy_(fitting)
     of_one = torch.empty(24).as_strided((3, 1, 8), (8, 3, 1)).copy_(fitting[:, :1])
-    for given in (moved, of_one, fitting[:, :, :1].expand(-1, -1, 8), fitting[:, :1].expand(-1, 2, -1), fitting.mT):
-        found = aligned(given)
-        assert torch.equal(found, given)
-        assert found.data_ptr() % 16 == 0
-        assert found.stride() == torch.empty(given.shape).stride()
+    for source in (moved, of_one, fitting[:, :, :1].expand(-1, -1, 8), fitting[:, :1].expand(-1, 2, -1), fitting.mT):
+        copy = aligned(source)
+        assert torch.equal(copy, source)
+        assert copy.data_ptr() % 16 == 0
+        assert copy.stride() == torch.empty(source.shape).stride()

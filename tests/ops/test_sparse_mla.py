@@ -46,12 +46,12 @@ def one_by_one(q, kv, index, *, softmax_scale, value_dim, sink):
 @pytest.mark.parametrize("query_chunk", [None, 1, 4])
 def test_matches_loop(case: Case, query_chunk: int | None) -> None:
     inputs = draw(case)
-    truth, found = outcome(one_by_one, case, inputs), outcome(partial(attend, query_chunk=query_chunk), case, inputs)
-    assert found["o0"].is_contiguous()
-    assert_same(case, inputs, found, truth, truth, 1e-11)
+    truth, outputs = outcome(one_by_one, case, inputs), outcome(partial(attend, query_chunk=query_chunk), case, inputs)
+    assert outputs["o0"].is_contiguous()
+    assert_same(case, inputs, outputs, truth, truth, 1e-11)
     blind_SB = (inputs["index"] < 0).all(-1).T
-    assert not any(found[name][blind_SB].count_nonzero() for name in ("o0", "dq0"))
-    assert not found["p"][inputs["index"] < 0].count_nonzero()
+    assert not any(outputs[name][blind_SB].count_nonzero() for name in ("o0", "dq0"))
+    assert not outputs["p"][inputs["index"] < 0].count_nonzero()
 
 
 # fp32: the worst of thousands of rows averages values that cancel; attention written in one line has 2.4e-6 there.
@@ -59,11 +59,11 @@ def test_matches_loop(case: Case, query_chunk: int | None) -> None:
 def test_odd_length_in_low_precision(dtype: torch.dtype, rms: float) -> None:
     case = Case(S=777, B=1, H=2, K=16, V=12, N=17, dtype=dtype)
     inputs = draw(case)
-    found, truth = outcome(attend, case, inputs), outcome(attend, case, inputs, torch.float64)
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
+    outputs, truth = outcome(attend, case, inputs), outcome(attend, case, inputs, torch.float64)
+    assert {name: tensor.dtype for name, tensor in outputs.items()} == {
         name: torch.float32 if name == "p" else dtype for name in truth
     }
-    assert_same(case, inputs, found, truth, {name: tensor.float() for name, tensor in found.items()}, rms)
+    assert_same(case, inputs, outputs, truth, {name: tensor.float() for name, tensor in outputs.items()}, rms)
 
 
 def test_the_forward_pass_computes_no_target() -> None:
@@ -135,7 +135,7 @@ def test_gradients_are_the_same_bits_whatever_the_threads(batch: int) -> None:
         expected = outcome(attend, case, inputs)
         for several in (2, 3, 4):
             torch.set_num_threads(several)
-            found = outcome(attend, case, inputs)
-            assert {name: torch.equal(found[name], one) for name, one in expected.items()} == dict.fromkeys(found, True)
+            again = outcome(attend, case, inputs)
+            assert {name: torch.equal(again[name], t) for name, t in expected.items()} == dict.fromkeys(again, True)
     finally:
         torch.set_num_threads(threads)

@@ -34,9 +34,9 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
     with raises(BackendError, "FlashAttention-4", "mask"):
         flash4.attend(*QKV, softmax_scale=1.0, attention_mask=torch.zeros(1, 1, 8, 8, dtype=torch.bool))
     probes = {"flash4": flash4.probe(), **{name: reduced.probe(name) for name in ("liger", "quack")}}
-    for name, found in probes.items():
-        assert not found.ok
-        assert f"the extra {name} of megacpp-mcore" in found.reason
+    for name, probe in probes.items():
+        assert not probe.ok
+        assert f"the extra {name} of megacpp-mcore" in probe.reason
     with raises(BackendError, "'flash4'", "op mla", code="cannot-run"):
         Dispatcher({"mla": "flash4"}).request("mla", device="cpu", qk_dim=128, v_dim=64)
     with raises(BackendError, "'quack'", "op routed_mlp", code="cannot-run"):
@@ -65,23 +65,23 @@ def test_the_switches_are_those_of_the_entry_points(tmp_path: Path) -> None:
 
 
 def test_a_disabled_vendor_is_absent(disabled: dict[str, str]) -> None:
-    candidates = {one.name: one for one in (*own_candidates(), *linear_cross_entropy_candidates())}
+    candidates = {candidate.name: candidate for candidate in (*own_candidates(), *linear_cross_entropy_candidates())}
     assert {name: candidates[name].present().reason for name in switches.NAMES} == disabled
     for op, name in (("mla", "flash4"), ("routed_mlp", "quack")):
-        for asked in (lambda one: one.request(op, device="cuda"), Dispatcher.check_named):  # noqa: B023
+        for request in (lambda one: one.request(op, device="cuda"), Dispatcher.check_named):  # noqa: B023
             with raises(BackendError, repr(name), f"op {op}", disabled[name], code="cannot-run"):
-                asked(Dispatcher({op: name}))
+                request(Dispatcher({op: name}))
 
 
 def test_doctor_names_the_switch(disabled: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     switches.configure(None)
     assert doctor.run(argparse.Namespace(backends=True, json=False)) == 0  # reads the file
-    said = capsys.readouterr().out
-    assert all(f"no: {reason}" in said for reason in disabled.values())
+    output = capsys.readouterr().out
+    assert all(f"no: {reason}" in output for reason in disabled.values())
     absent = doctor.Component(name="liger-kernel", module="no_such_module", vendor="liger")
     works = doctor.Component(name="flash-attn-4", module="json", probe="version = '4'", vendor="flash4")
-    _, *found = doctor.examine([absent, works])
-    states = [(one.state, one.reason) for one in found]
+    _, *checks = doctor.examine([absent, works])
+    states = [(check.state, check.reason) for check in checks]
     assert states == [(doctor.ABSENT, disabled["liger"]), (doctor.OFF, disabled["flash4"])]
 
 
@@ -108,9 +108,9 @@ def test_a_vendor_that_computes_something_else_is_not_there(monkeypatch: pytest.
     def run(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return vendors.entry("quack")(hidden, weight, label)
 
-    found = vendors.tried("a call", run, truth, leaves)
-    assert not found.ok
-    assert found.reason == "a call differs from plain PyTorch by 0.21"
+    probe = vendors.tried("a call", run, truth, leaves)
+    assert not probe.ok
+    assert probe.reason == "a call differs from plain PyTorch by 0.21"
     assert vendors.tried("a call", lambda h, w: run(h, w) / 1.1, truth, leaves).ok
 
 
@@ -121,6 +121,6 @@ def test_bad_arguments() -> None:
         torch.testing.assert_close(reduced.chunked(hidden, weight, label, reduction=reduction), want)
     with raises(ModelError, "reduction is 'none'", "mean, sum"):
         reduced.liger(hidden, weight, label, reduction="none")
-    for one in linear_cross_entropy_candidates()[1:]:
+    for candidate in linear_cross_entropy_candidates()[1:]:
         with pytest.raises(ModelError, match=r"expected \[N, H\] and \[N\]"):
-            one.load()(hidden[None], weight, label[None])
+            candidate.load()(hidden[None], weight, label[None])

@@ -90,7 +90,7 @@ def parameters(chunks: list[Any]) -> list[torch.Tensor]:
 
 
 def unchanged(before: list[torch.Tensor], chunks: list[Any]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(before, parameters(chunks), strict=True))
+    return all(torch.equal(param, other) for param, other in zip(before, parameters(chunks), strict=True))
 
 
 def try_every(step: Callable[[], Any], chunks: list[Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def try_every(step: Callable[[], Any], chunks: list[Any]) -> dict[str, Any]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.training import get_args
 
-    machine, found = get_rerun_state_machine(), {}
+    machine, outcomes = get_rerun_state_machine(), {}
     for mode, case in TRIED:
         machine.mode = RerunMode.DISABLED if mode == DISABLED else RerunMode.VALIDATE_RESULTS
         get_args().check_for_nan_in_loss_and_grad = mode != UNCHECKED
@@ -107,18 +107,18 @@ def try_every(step: Callable[[], Any], chunks: list[Any]) -> dict[str, Any]:
         for chunk in chunks:
             chunk.ddp_config.check_for_nan_in_grad = mode != UNCHECKED
         before = parameters(chunks)
-        said = "nothing"
+        message = "nothing"
         with spoilt(chunks, case) as number:
             try:
                 step()
             except NonFiniteError as error:
-                said = str(error)
-        found[f"{mode}: {case}"] = {"said": said, "layer": number, "unchanged": unchanged(before, chunks)}
+                message = str(error)
+        outcomes[f"{mode}: {case}"] = {"said": message, "layer": number, "unchanged": unchanged(before, chunks)}
         machine.state, machine.first_iteration_complete = RerunState.NOT_RUNNING_YET, False
         machine.current_iteration = 0
         MTPLossLoggingHelper.tracker.clear()
     machine.mode, get_args().check_for_nan_in_loss_and_grad = RerunMode.VALIDATE_RESULTS, True
-    return found
+    return outcomes
 
 
 def main(how: str, file: Path, words: list[str]) -> None:

@@ -157,8 +157,8 @@ def test_only_our_line_goes_also_from_a_file_that_was_edited(content: bytes, bef
     taken = Content(before + content + after, *LINE)
     line = Content(b"", *LINE).whole()
     older = line.replace(b")  #", b', seal="0123456789abcdef")  #')  # of 0.1.0
-    for one in (line, older):
-        assert hook_line.take_apart(before + content + one + after) == taken
+    for hook in (line, older):
+        assert hook_line.take_apart(before + content + hook + after) == taken
     assert Content(content, *LINE).whole() == content + line
 
 
@@ -344,8 +344,8 @@ def test_what_counts_as_modified(change: str, lm: Checkout) -> None:
     else:
         edit(timers, timers.read_bytes())  # of other trees, too, its mode would be
         timers.chmod(0o755)
-    found = git_module.modified(lm.root, HOOKED)
-    assert found == (["megatron/core/timers.py"] if change in ("link", "removed") else [])
+    modified = git_module.modified(lm.root, HOOKED)
+    assert modified == (["megatron/core/timers.py"] if change in ("link", "removed") else [])
 
 
 @pytest.mark.parametrize("by_git", [True, False])
@@ -393,8 +393,8 @@ def test_hooked_by_another_copy(lm: Checkout, fields: dict[str, Any]) -> None:
     values = [HOOKED, f"megacpp-mcore {fields.get('version', __version__)}", "patch revert --checkout"]
     apply, revert = (lambda: lm.apply(["builder"])), (lambda: lm.revert(["timers"]))
     refuses(lm.root, values, apply, revert, lambda: lm.apply(["timers"]), lm.verify)
-    found = {row["name"] for row in lm.status() if row["state"] == "hooked by another copy"}
-    assert found == set(fields.get("names", ("timers", "identity")))
+    names = {row["name"] for row in lm.status() if row["state"] == "hooked by another copy"}
+    assert names == set(fields.get("names", ("timers", "identity")))
     lm.revert()
     assert snapshot(lm.root) == before
 

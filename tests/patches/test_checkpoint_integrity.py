@@ -46,12 +46,12 @@ def checkpointing(upstream: ModuleType) -> Iterator[ModuleType]:
     checkpoint_folder.load_newest_whole = False
 
 
-def arguments(**given: Any) -> Namespace:
+def arguments(**changes: Any) -> Namespace:
     common = {"ckpt_step": None, "save": None, "non_persistent_ckpt_type": None, "non_persistent_global_ckpt_dir": None}
     common |= {"exit_on_missing_checkpoint": False, "auto_detect_ckpt_format": False, "use_dist_ckpt": True}
     common |= {"ckpt_assume_constant_structure": False, "stream_ckpt_dequant": True, "ckpt_fully_parallel_load": False}
     common |= {"ckpt_load_validate_sharding_integrity": False, "dist_ckpt_strictness": "assume_ok_unexpected"}
-    return Namespace(**common | {"verify_integrity": False, "use_megatron_fsdp": False} | given)
+    return Namespace(**common | {"verify_integrity": False, "use_megatron_fsdp": False} | changes)
 
 
 def saved(folder: Path, *iterations: int, common: Any = None, rng: Any = None) -> Path:
@@ -114,9 +114,9 @@ def test_keys_of_a_checkpoint_are_listed_whatever_the_torch_that_wrote_it(
     write(tmp_path / "saved", {"weight": torch.zeros(2, 3, dtype=torch.bfloat16)}, {"rng_state/shard_0_1": [7]})
     metadata = FileSystemReader(tmp_path / "saved").read_metadata()
     vars(metadata.state_dict_metadata["weight"].properties)["strides"] = strides
-    for given in (metadata, None):
-        listed = TorchDistLoadShardedStrategy().load_tensors_metadata(tmp_path / "saved", given)
-        assert {name: (found.global_shape, found.dtype) for name, found in listed.items()} == {
+    for metadata_or_none in (metadata, None):
+        listed = TorchDistLoadShardedStrategy().load_tensors_metadata(tmp_path / "saved", metadata_or_none)
+        assert {name: (tensor.global_shape, tensor.dtype) for name, tensor in listed.items()} == {
             "weight": ((2, 3), torch.bfloat16)
         }
 

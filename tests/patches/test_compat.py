@@ -121,20 +121,20 @@ def report(tree: Path, capsys: pytest.CaptureFixture[str], status: int, *words: 
     before = snapshot(tree)
     assert cli.main(["compat", "--checkout", str(tree), "--json", *words]) == status
     assert snapshot(tree) == before
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["verdict"]) == (status, drift.VERDICTS[status])
-    return found
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (printed["status"], printed["verdict"]) == (status, drift.VERDICTS[status])
+    return printed
 
 
 def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(tree, capsys, 0)
-    assert {patch["name"]: patch["verdict"] for patch in found["patches"]} == dict.fromkeys(
+    checked = report(tree, capsys, 0)
+    assert {patch["name"]: patch["verdict"] for patch in checked["patches"]} == dict.fromkeys(
         ("one", "two", "not patched"), "fits"
     )
-    assert found["symbols"] == {"known": 4, "changed": []}
-    assert found["flags"] == {"known": 3, "gone": []}
-    assert found["fields"] == {"known": 2, "gone": []}
-    assert (found["compared_with"], found["notes"]) == ([TAG], [])
+    assert checked["symbols"] == {"known": 4, "changed": []}
+    assert checked["flags"] == {"known": 3, "gone": []}
+    assert checked["fields"] == {"known": 2, "gone": []}
+    assert (checked["compared_with"], checked["notes"]) == ([TAG], [])
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_changes_of_a_target_are_told_apart(
 ) -> None:  # fmt: skip
     seed("core/layers.py", old, new)
     seed("core/layers.py", '"""A layer."""', '"""A class of layers."""')
-    one, two, watched = report(tree, capsys, status)["patches"]
-    (target,) = one["targets"]
-    assert (one["verdict"], two["verdict"], watched["verdict"]) == (drift.VERDICTS[status], "fits", "fits")
+    first, second, watched = report(tree, capsys, status)["patches"]
+    (target,) = first["targets"]
+    assert (first["verdict"], second["verdict"], watched["verdict"]) == (drift.VERDICTS[status], "fits", "fits")
     assert (target["state"], target["parameters"]) == (state, parameters)
     (changed,) = target["commits"]
     assert changed.endswith(f"{old.strip()} becomes {new.strip()} (#7)")
-    (merged, other) = one["upstream_merged"].values()
+    (merged, other) = first["upstream_merged"].values()
     assert merged is not None
     assert other is None
     assert cli.main(["compat", "--checkout", str(tree)]) == status
@@ -172,19 +172,19 @@ def test_changes_of_a_target_are_told_apart(
     assert cli.main(["compat", "--checkout", str(tree), "--write"]) == status
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"# one, {FORWARD}: {state}")
-    known = Registry([patch_of(tree, "new", FORWARD)]).patches[0].edits[0].fingerprints if state != "gone" else ()
+    digests = Registry([patch_of(tree, "new", FORWARD)]).patches[0].edits[0].fingerprints if state != "gone" else ()
     accepted = [line.strip(' ",') for line in lines if line.startswith("    ")]
-    assert accepted[1:] == list(known)
+    assert accepted[1:] == list(digests)
     assert len(accepted[0]) == len(digest(""))
 
 
 def test_fingerprints_of_several_sources(tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]) -> None:
     seed("core/package_info.py", "MINOR = 19", "MINOR = 20")
     seed("core/layers.py", "x * by", "by * x")
-    found = report(tree, capsys, 2)
-    (target,) = found["patches"][1]["targets"]
-    assert found["megatron_core"] == "0.20.1"
-    assert f"2 commits after {git(tree, 'rev-parse', TAG)[:10]}" in found["head"]
+    checked = report(tree, capsys, 2)
+    (target,) = checked["patches"][1]["targets"]
+    assert checked["megatron_core"] == "0.20.1"
+    assert f"2 commits after {git(tree, 'rev-parse', TAG)[:10]}" in checked["head"]
     registry = checkout_module.default()
     (edit,) = registry.patches[1].edits
     object.__setattr__(edit, "fingerprints", tuple(target["fingerprints"]))
@@ -218,12 +218,12 @@ def test_changes_of_what_the_package_names(
     tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     seed(name, old, new)
-    found = report(tree, capsys, status)
-    assert [patch["verdict"] for patch in found["patches"][:2]] == ["fits", "fits"]
+    checked = report(tree, capsys, status)
+    assert [patch["verdict"] for patch in checked["patches"][:2]] == ["fits", "fits"]
     if key != "symbols":
-        assert found[key]["gone"] == expected
+        assert checked[key]["gone"] == expected
         return
-    (row,) = found[key]["changed"]
+    (row,) = checked[key]["changed"]
     assert expected == (row["symbol"] if status == 3 else row["parameters"])
     assert row["files"] == ["__init__.py"]
 
@@ -272,14 +272,14 @@ def test_trees_that_cannot_be_compared(
     assert capsys.readouterr().out == ""
     # Without a tag that somebody asked for: fingerprints alone, and said so. What is installed is the tree itself.
     monkeypatch.setattr(Checkout, "installed", lambda: Checkout(shallow))
-    found = report(shallow, capsys, 2)
-    assert found["patches"][0]["targets"][0]["state"] == "changed"
-    assert any("shallow clone" in note for note in found["notes"])
-    assert found["compared_with"] == []
+    checked = report(shallow, capsys, 2)
+    assert checked["patches"][0]["targets"][0]["state"] == "changed"
+    assert any("shallow clone" in note for note in checked["notes"])
+    assert checked["compared_with"] == []
     git(shallow, "fetch", "-q", "--depth", "1", "origin", "tag", TAG)
-    found = report(shallow, capsys, 1)
-    assert found["patches"][0]["targets"][0]["state"] == "comments only"
-    assert any("no commit in common" in note for note in found["notes"])
+    checked = report(shallow, capsys, 1)
+    assert checked["patches"][0]["targets"][0]["state"] == "comments only"
+    assert any("no commit in common" in note for note in checked["notes"])
     (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
     with raises(Refusal, "megatron.training.arguments", code="target-changed"):
         drift.examine(Checkout(tree))
@@ -289,12 +289,12 @@ def test_a_run_that_does_not_end_well_is_broken(
     tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command.trial, "subprocess", forks.trial())
-    found = report(tree, capsys, 3, "--run")
-    assert [patch["verdict"] for patch in found["patches"]] == ["fits"] * 3
+    checked = report(tree, capsys, 3, "--run")
+    assert [patch["verdict"] for patch in checked["patches"]] == ["fits"] * 3
     for model_class in (GPT, HYBRID):
-        said = found["runs"][model_class]
-        assert said[0].startswith("ended with status ")
-        assert "is not one that this run's patches were written for" in said[1]  # the tree has three files
+        lines = checked["runs"][model_class]
+        assert lines[0].startswith("ended with status ")
+        assert "is not one that this run's patches were written for" in lines[1]  # the tree has three files
 
 
 def test_a_run_that_does_not_end_is_broken(

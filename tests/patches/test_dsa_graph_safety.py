@@ -40,12 +40,12 @@ def captured() -> Iterator[None]:
         assert not waits
 
 
-def assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+def assert_same(ours: Sequence[torch.Tensor], stocks: Sequence[torch.Tensor]) -> None:
     """Fail unless both have the same bits."""
-    assert len(ours) == len(theirs) > 0
-    for have, want in zip(ours, theirs, strict=True):
-        assert have.dtype == want.dtype
-        assert torch.equal(have, want)
+    assert len(ours) == len(stocks) > 0
+    for actual, expected in zip(ours, stocks, strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
 
 
 def packed(cu_seqlens: list[int]) -> Any:
@@ -75,9 +75,9 @@ NEEDS_NOTHING = {"loss per token", "no loss"}
 @pytest.mark.parametrize("variant", exhaustive_but(VARIANTS, "sparse loss"))
 def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: Path, variant: str) -> None:
     stock.loss_scale(1.0)
-    overrides, given = VARIANTS[variant]
+    overrides, makers = VARIANTS[variant]
     batch = 1 if variant == "packed" else 2
-    options = {name: make(batch) if callable(make) else make for name, make in given.items()}
+    options = {name: make(batch) if callable(make) else make for name, make in makers.items()}
 
     def results(scope: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
         torch.manual_seed(3)
@@ -90,9 +90,9 @@ def test_a_captured_layer_never_waits_and_gives_stocks_bytes(process: Path, vari
         return [output, *(gradient for gradient in gradients if gradient is not None)]
 
     with host_reads(copies=True) as waits:
-        theirs = results(contextlib.nullcontext())
+        stocks = results(contextlib.nullcontext())
     assert bool(waits) == (variant not in NEEDS_NOTHING), waits
-    assert_same(results(captured()), theirs)
+    assert_same(results(captured()), stocks)
 
 
 def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
@@ -103,8 +103,8 @@ def test_an_unset_loss_scale_is_one_and_is_not_kept(process: Path) -> None:
         """Of activation and loss; and whether a scale was left behind."""
         with mock.patch.object(scaler, "main_loss_backward_scale", scale):
             with scope:
-                found = torch.autograd.grad(scaler.apply(*inputs).sum(), inputs)
-            return [gradient.tolist() for gradient in found], scaler.main_loss_backward_scale is not None
+                grads = torch.autograd.grad(scaler.apply(*inputs).sum(), inputs)
+            return [gradient.tolist() for gradient in grads], scaler.main_loss_backward_scale is not None
 
     with host_reads(copies=True) as waits:
         assert gradients(None, contextlib.nullcontext()) == ([[1.0] * 3, 1.0], True)
@@ -168,10 +168,10 @@ def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_si
         )
         return [*(positions(rank) for rank in range(cp_size)), *order]
 
-    theirs = both()
+    stocks = both()
     with captured():
         ours = both()
-    assert_same(ours, theirs)
+    assert_same(ours, stocks)
 
 
 @pytest.mark.parametrize("cu_seqlens", CU_SEQLENS, ids=str)
@@ -195,11 +195,11 @@ def test_packed_rotation_is_stocks(
         )
 
     with host_reads() as waits:
-        theirs = [rotated(rank) for rank in range(cp_size)]
+        stocks = [rotated(rank) for rank in range(cp_size)]
     assert waits
     with captured():
         ours = [rotated(rank) for rank in range(cp_size)]
-    assert_same(ours, theirs)
+    assert_same(ours, stocks)
 
 
 def test_a_rotation_is_passed_on_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

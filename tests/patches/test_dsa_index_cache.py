@@ -178,8 +178,8 @@ class Spy:
         def spy(**kwargs: Any) -> Any:
             seen = self.again if self.backward else self.first
             index, length = kwargs["topk_indices"].detach(), kwargs["topk_length"]
-            found = index.clone() if length is None else torch.cat((index, length[..., None]), -1)
-            seen.setdefault(self.layer, []).append(found)
+            selected = index.clone() if length is None else torch.cat((index, length[..., None]), -1)
+            seen.setdefault(self.layer, []).append(selected)
             if self.layer in self.inject:
                 kwargs["topk_indices"] = self.inject[self.layer]
             return attend(**kwargs)
@@ -214,10 +214,10 @@ def forward(model: Any, number: int, mask: torch.Tensor | None = None) -> torch.
 
 
 def gradients(*models: Any) -> dict[str, torch.Tensor]:
-    found = {}
+    grads = {}
     for model in models:
-        found |= {name: p.grad.clone() for name, p in named_parameters(model) if p.grad is not None}
-    return found
+        grads |= {name: p.grad.clone() for name, p in named_parameters(model) if p.grad is not None}
+    return grads
 
 
 def in_flight(model: Any, order: Sequence[int], mask: Callable[[], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -249,15 +249,15 @@ def reference_gradients(
 
 
 def differing(
-    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], shared: Iterable[str] = ()
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], shared: Iterable[str] = ()
 ) -> list[str]:
     """One sentence for each gradient that is further off than :data:`TOLERANCE`; the layers ``shared`` have no indexer's."""
     parts = {name: re.match(r"([dm])\w+\.layers\.(\d+)\..*\.indexer\.", name) for name in expected}
     indexers = {name: f"{part[1]}{int(part[2]) + 1}" for name, part in parts.items() if part}
     dropped = {name: layer for name, layer in indexers.items() if layer in set(shared)}
     assert set(dropped.values()) == set(shared)
-    assert found.keys() == expected.keys() - dropped.keys()
-    return differing_tensors({name: expected[name] for name in found}, found, TOLERANCE)
+    assert actual.keys() == expected.keys() - dropped.keys()
+    return differing_tensors({name: expected[name] for name in actual}, actual, TOLERANCE)
 
 
 def sources_of(roles: str) -> dict[str, str]:
@@ -306,7 +306,7 @@ def test_two_micro_batches_in_flight(
     assert [layer.index_share for layer in dsa_layers(model).values()] == [True] * 5 + [roles[5] == "S"]
     spy = Spy()
     with spy.watching(model):
-        found = in_flight(model, order, causal_mask if masked else lambda: None)
+        actual = in_flight(model, order, causal_mask if masked else lambda: None)
     sources = sources_of(roles)
     spy.check(sources, order)
     for index in (index for name in sources.values() for index in spy.first[name]):
@@ -323,7 +323,7 @@ def test_two_micro_batches_in_flight(
     assert not torch.equal(spy.first["d1"][0].sort().values, spy.first["d4"][0].sort().values)
     patched.revert()
     expected = reference_gradients(spy.first, sources, 2)
-    assert differing(expected, found, sources) == []
+    assert differing(expected, actual, sources) == []
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full, layer by layer"])
@@ -332,9 +332,9 @@ def test_stock_is_wrong_without_a_mask_and_fails_with_one(process: None, recompu
     model = build(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
     spy = Spy()
     with spy.watching(model):
-        found = in_flight(model, (0, 1), lambda: None)
+        actual = in_flight(model, (0, 1), lambda: None)
     expected = reference_gradients(spy.first, sources_of("FSSFSS"), 2)
-    off = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
+    off = {name: float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in actual}
     assert max(off.values()) > 1e-2
     # The first micro-batch's Shared layers were given the second one's indices.
     assert torch.equal(spy.again["d2"][0], spy.first["d1"][1])
@@ -351,14 +351,14 @@ def test_layers_of_a_hybrid_model_share_in_their_micro_batch(patched: Registry, 
     assert {name for name, layer in dsa_layers(model).items() if layer.indexer is None} == HYBRID_SOURCES.keys()
     spy = Spy()
     with spy.watching(model):
-        found = in_flight(model, (0, 1), causal_mask if masked else lambda: None)
+        actual = in_flight(model, (0, 1), causal_mask if masked else lambda: None)
     spy.check(HYBRID_SOURCES, (0, 1))
     assert (sum(map(len, spy.again.values())) > 0) == (recompute != "none")
     assert [len(cache) for cache in {layer._megacpp_index_cache for layer in dsa_layers(model).values()}] == [0]
     assert sharding_of(model) == []
     patched.revert()
     expected = reference_gradients(spy.first, HYBRID_SOURCES, 2, of=build_hybrid)
-    assert differing(expected, found, HYBRID_SOURCES) == []
+    assert differing(expected, actual, HYBRID_SOURCES) == []
 
 
 @pytest.fixture
@@ -380,7 +380,7 @@ def test_indices_live_as_long_as_the_micro_batch(
     patched: Registry, selections: list[Callable[[], Selection | None]], recompute: str
 ) -> None:
     def live() -> int:
-        return sum(one() is not None for one in selections)
+        return sum(selection() is not None for selection in selections)
 
     model = build(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
     losses = [forward(model, number) for number in range(2)]
@@ -445,21 +445,21 @@ def test_mtp_layers_share_among_themselves(
     assert shared == ["d2", "d3", "d5", "d6"] + (["m2"] if how == "periodic" else [])
     spy = Spy()
     with spy.watching(model):
-        found = in_flight(model, (0, 1), lambda: None)
+        actual = in_flight(model, (0, 1), lambda: None)
     sources = sources_of("FSSFSS") | ({"m2": "m1"} if how == "periodic" else {})
     spy.check(sources, (0, 1))
     assert len(spy.first["m1"]) == (4 if how == "repeated" else 2)
     patched.revert()
-    assert differing(reference_gradients(spy.first, sources, 2, **mtp), found, sources) == []
+    assert differing(reference_gradients(spy.first, sources, 2, **mtp), actual, sources) == []
 
 
 @pytest.mark.exhaustive
 def test_without_a_schedule_the_model_is_stock(patched: Registry) -> None:
-    found = in_flight(build(transformer_config()), (0, 1), lambda: None)
+    stocks = in_flight(build(transformer_config()), (0, 1), lambda: None)
     layers = dsa_layers(build(transformer_config()))
     assert all(layer.indexer is not None and not layer.index_share for layer in layers.values())
     patched.revert()
-    assert_same_bytes(in_flight(build(transformer_config()), (0, 1), lambda: None), found)
+    assert_same_bytes(in_flight(build(transformer_config()), (0, 1), lambda: None), stocks)
 
 
 @pytest.mark.exhaustive
@@ -660,13 +660,13 @@ def test_transformer_engine_checkpoint_is_handed_a_function_that_remembers(
 def shared_outside_of_gpt() -> list[torch.Tensor]:
     """Of a Full layer and of its Shared one, and the gradients of their queries."""
     stock.restart_random()
-    config, found = dsa_config(num_layers=2, dsa_indexer_topk_freq=2), []
+    config, tensors = dsa_config(num_layers=2, dsa_indexer_topk_freq=2), []
     for number in (1, 2):
         attention, inputs = dsa_attention(config, number), layer_inputs(24, 2, seed=number)
         assert (attention.indexer is None, attention.source_layer) == (number == 2, 1)
-        found.append(run_layer(attention, inputs))
-        found.append(torch.autograd.grad(found[-1].sum(), inputs["query"])[0])
-    return found
+        tensors.append(run_layer(attention, inputs))
+        tensors.append(torch.autograd.grad(tensors[-1].sum(), inputs["query"])[0])
+    return tensors
 
 
 def test_layers_share_as_in_stock(process: Path) -> None:
@@ -682,10 +682,10 @@ def test_indices_are_where_stock_keeps_them(process: Path, packed: bool) -> None
     with stock.patched(PATCH):
         attention = dsa_attention(dsa_config(num_layers=2, dsa_indexer_topk_freq=2), 2)
         mask, documents = torch.empty(1), PackedSeqParams(qkv_format="thd")
-        given = (documents if packed else None, mask)
+        arguments = (documents if packed else None, mask)
         for holder, name in (
-            (attention._get_index_share_topk_holder(*given), attention._HOLDER_ATTR),
-            (attention._get_index_share_topk_length_holder(*given), attention._LENGTH_HOLDER_ATTR),
+            (attention._get_index_share_topk_holder(*arguments), attention._HOLDER_ATTR),
+            (attention._get_index_share_topk_length_holder(*arguments), attention._LENGTH_HOLDER_ATTR),
         ):
             assert holder is getattr(documents if packed else mask, name)
 

@@ -113,11 +113,11 @@ def loss_and_gradients(
     return chosen, loss, gradients
 
 
-def assert_same_selection(ours: torch.Tensor, theirs: torch.Tensor, score_BST: torch.Tensor) -> None:
+def assert_same_selection(ours: torch.Tensor, stocks: torch.Tensor, score_BST: torch.Tensor) -> None:
     """Equal sets, but for keys whose scores differ from the lowest selected one by no more than rounding."""
-    assert torch.equal((ours >= 0).sum(-1), (theirs >= 0).sum(-1))
+    assert torch.equal((ours >= 0).sum(-1), (stocks >= 0).sum(-1))
     chosen = []
-    for index in (ours, theirs):
+    for index in (ours, stocks):
         assert int(index.max()) < score_BST.shape[-1]
         # In int32, since a GPU has no such reduction of bool.
         where = torch.zeros_like(score_BST, dtype=torch.int32)
@@ -202,8 +202,8 @@ def test_odd_lengths_and_topk_beyond_the_keys(S: int, T: int, count: int, sparse
 
 def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str, Any]) -> None:
     """In float64 the same but for the rounding of the results to float32, in float32 as near to that as stock is."""
-    known = options.keys() & {"mask", "varlen_starts", "varlen_ends", "key_positions", "use_relu"}
-    score = topk(inputs, count, **{name: options[name] for name in known})[0]
+    topk_options = options.keys() & {"mask", "varlen_starts", "varlen_ends", "key_positions", "use_relu"}
+    score = topk(inputs, count, **{name: options[name] for name in topk_options})[0]
     index, loss, gradients = loss_and_gradients(inputs, count, sparse, **options)
     truth, truth_loss, block = gradients, loss, 80 * inputs.k.shape[0]  # 8 queries a chunk
     if "mask" not in options:  # stock asserts that masks have the scores' dtype, and float64 scores have no such mask
@@ -213,28 +213,28 @@ def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str,
             exact_index, exact_loss, exact = loss_and_gradients(inputs, count, sparse, index=index, **options)
         assert_same_selection(exact_index, truth_index, score.double())
         torch.testing.assert_close(exact_loss, truth_loss, rtol=1e-12, atol=1e-15)
-        for name, ours, theirs in zip("qwk", exact, truth, strict=True):
-            assert_parity(ours, theirs, rms=1e-6, name=f"grad {name}")
+        for name, ours, stocks in zip("qwk", exact, truth, strict=True):
+            assert_parity(ours, stocks, rms=1e-6, name=f"grad {name}")
     with patched(block):
         ours_index, ours_loss, ours_gradients = loss_and_gradients(inputs, count, sparse, index=index, **options)
     assert_same_selection(ours_index, index, score)
     assert (ours_loss.dtype, ours_loss.shape) == (loss.dtype, loss.shape)
     torch.testing.assert_close(ours_loss.double(), truth_loss.double(), rtol=1e-5, atol=1e-7)
-    for name, ours, theirs, peer in zip("qwk", ours_gradients, truth, gradients, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        if theirs.abs().max() < 1e-9:  # one key, or no row that counts: nothing but rounding, in stock too
+    for name, ours, stocks, peer in zip("qwk", ours_gradients, truth, gradients, strict=True):
+        assert (ours.dtype, ours.shape) == (stocks.dtype, stocks.shape)
+        if stocks.abs().max() < 1e-9:  # one key, or no row that counts: nothing but rounding, in stock too
             assert ours.abs().max() < 1e-8
         else:
-            assert_parity(ours, theirs, rms=3e-4, name=f"grad {name}")
-            if theirs is not peer:
-                assert_parity(ours, theirs, rms=3e-4, max_abs_factor=4, dtype_peer=peer, name=f"grad {name}")
+            assert_parity(ours, stocks, rms=3e-4, name=f"grad {name}")
+            if stocks is not peer:
+                assert_parity(ours, stocks, rms=3e-4, max_abs_factor=4, dtype_peer=peer, name=f"grad {name}")
 
 
 @pytest.mark.exhaustive
 def test_tensor_parallel_ranks_sum_their_targets() -> None:
     """Two ranks with half of the heads each: what the other one holds is added where stock calls all_reduce."""
     inputs, options = case(37, 37, A=6), selection("bounds", 37, 37)
-    whole = loss_and_gradients(inputs, 5, True, **options)
+    unsharded = loss_and_gradients(inputs, 5, True, **options)
     group = SimpleNamespace(size=lambda: 2)
     parts = [SimpleNamespace(**{**vars(inputs), "query": inputs.query[:, :, half], "key": inputs.key[:, :, half]})
              for half in (slice(0, 3), slice(3, 6))]  # fmt: skip
@@ -247,10 +247,10 @@ def test_tensor_parallel_ranks_sum_their_targets() -> None:
         with mock.patch.object(torch.distributed, "all_reduce", lambda t, group: t.add_(next(left))):
             index, loss, gradients = loss_and_gradients(parts[0], 5, True, SimpleNamespace(tp=group), **options)
     assert list(left) == []
-    assert torch.equal(index, whole[0])
-    torch.testing.assert_close(loss, whole[1], rtol=1e-5, atol=0)
-    for ours, theirs in zip(gradients, whole[2], strict=True):
-        assert_parity(ours, theirs, rms=3e-4)
+    assert torch.equal(index, unsharded[0])
+    torch.testing.assert_close(loss, unsharded[1], rtol=1e-5, atol=0)
+    for ours, expected in zip(gradients, unsharded[2], strict=True):
+        assert_parity(ours, expected, rms=3e-4)
 
 
 BLOCK = 2**14
@@ -272,8 +272,8 @@ def test_nothing_of_all_pairs_is_ever_made(sparse: bool, shared_key: bool) -> No
     def run() -> Any:
         return topk(inputs, 16, **options), loss_and_gradients(inputs, 16, sparse, **options)
 
-    theirs = recorded(run)
-    assert elements(theirs.largest) >= S * B * max(H, A) * S
+    stocks = recorded(run)
+    assert elements(stocks.largest) >= S * B * max(H, A) * S
     with patched(BLOCK):
         ours = recorded(run)
     assert elements(ours.largest) < B * S * S
@@ -281,7 +281,7 @@ def test_nothing_of_all_pairs_is_ever_made(sparse: bool, shared_key: bool) -> No
     small += S * B * 16 * 12 * 2  # indices and scores of two selections
     # Three blocks with heads, as much again without them (a handful of [B, R, T] and [B, R, N]), and what is linear in S.
     assert ours.peak_bytes <= 6 * 4 * BLOCK + 3 * small + (0 if shared_key else 2 * inputs.key.nbytes)
-    assert theirs.peak_bytes > 20 * ours.peak_bytes
+    assert stocks.peak_bytes > 20 * ours.peak_bytes
 
 
 def test_scores_are_computed_once_and_only_if_somebody_reads_them() -> None:
@@ -343,14 +343,14 @@ def test_what_is_out_of_scope_is_left_to_stock() -> None:
         ({"mask": ones.double()}, 5, False, "AssertionError: Mask dtype"),
         ({"k": torch.zeros(11, 3, 16)}, 5, False, "RuntimeError"),
     ):
-        given: dict[str, Any] = vars(case(11, 11)) | change
-        inputs = SimpleNamespace(**{name: given.pop(name) for name in ("q", "k", "weights", "query", "key")})
+        options: dict[str, Any] = vars(case(11, 11)) | change
+        inputs = SimpleNamespace(**{name: options.pop(name) for name in ("q", "k", "weights", "query", "key")})
         with patched(), torch.set_grad_enabled(grad):
             try:
-                found = "ours" if type(topk(inputs, count, **given)[0]) is DeferredScores else "stock"
+                answer = "ours" if type(topk(inputs, count, **options)[0]) is DeferredScores else "stock"
             except (AssertionError, ValueError, RuntimeError) as error:
-                found = f"{type(error).__name__}: {error}"
-        assert found.startswith(expected)
+                answer = f"{type(error).__name__}: {error}"
+        assert answer.startswith(expected)
     with patched(), torch.autocast("cpu", torch.bfloat16):
         assert type(topk(case(11, 11), 5)[0]) is not DeferredScores
 
@@ -359,12 +359,12 @@ def test_what_is_out_of_scope_is_left_to_stock() -> None:
 def test_a_loss_out_of_scope_is_left_to_stock() -> None:
     inputs = case(11, 11)
     wide = SimpleNamespace(**{**vars(inputs), "query": inputs.query.double()})
-    theirs = loss_and_gradients(wide, 3, True)
+    stocks = loss_and_gradients(wide, 3, True)
     with patched(), mock.patch.object(chunked, "sparse_divergence", side_effect=AssertionError):
         ours = loss_and_gradients(wide, 3, True)
         with pytest.raises(AssertionError):
             loss_and_gradients(inputs, 3, True)
-    assert torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[1], stocks[1])
     with patched(), pytest.raises(ValueError, match="query_valid_rows length mismatch"):
         loss_and_gradients(inputs, 3, True, query_valid_rows=torch.ones(4))
 
@@ -388,12 +388,12 @@ def test_a_stock_layer_trains_the_same(process: Path, sparse: bool, masked: bool
         named = zip([*inputs, *(name for name, _ in attention.named_parameters())], gradients, strict=True)
         return [output, *(gradient for name, gradient in named if name not in ("x", "qr"))]
 
-    theirs = results()
+    stocks = results()
     with patched(2000):
         ours = results()
         with torch.no_grad():
-            assert torch.equal(run_layer(attention.eval(), inputs, **options), theirs[0])
+            assert torch.equal(run_layer(attention.eval(), inputs, **options), stocks[0])
     assert len(ours) == 4 + 5
-    for have, want in zip(ours, theirs, strict=True):
-        assert want.abs().sum() > 0
-        assert_parity(have, want, rms=3e-4)
+    for actual, expected in zip(ours, stocks, strict=True):
+        assert expected.abs().sum() > 0
+        assert_parity(actual, expected, rms=3e-4)

@@ -50,50 +50,48 @@ def inputs(S: int, T: int, B: int = 2, N: int = 6, dtype: Any = torch.float32) -
     return query.requires_grad_(), key.requires_grad_(), index_BSN, gradient
 
 
-def doubled(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        one.detach().double().requires_grad_(one.requires_grad) if one.is_floating_point() else one for one in given
-    )
+def doubled(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors)
 
 
-def outcome(given: tuple[torch.Tensor, ...], **how: torch.Tensor) -> list[torch.Tensor]:
+def outcome(tensors: tuple[torch.Tensor, ...], **how: torch.Tensor) -> list[torch.Tensor]:
     """Output, and gradients of queries and keys."""
-    query, key, index_BSN, gradient = given
+    query, key, index_BSN, gradient = tensors
     output = dsa()._unfused_absorbed_dsa_fn(query, key, index_BSN, SCALE, LATENT, **how)
     return [output.detach(), *torch.autograd.grad(output, (query, key), gradient.to(output.dtype))]
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def apart(ours: torch.Tensor, stocks: torch.Tensor) -> float:
     """The norm of the difference, of that of ``theirs``."""
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    return float((ours.double() - stocks.double()).norm() / stocks.double().norm())
 
 
 @pytest.mark.parametrize("kind", [*SELECTIONS, "mask", "mask of each row"])
 @pytest.mark.parametrize(("S", "T"), [(37, 37), (23, 41)])
 def test_output_and_gradients_are_stocks(kind: str, S: int, T: int) -> None:
-    given, how = inputs(S, T), selection(kind, S, T)
+    tensors, how = inputs(S, T), selection(kind, S, T)
     with stock_in_double():
-        expected = outcome(given, **how)
+        expected = outcome(tensors, **how)
     with patched() as original:
-        found = outcome(given, **how)
+        actual = outcome(tensors, **how)
     original.assert_not_called()
-    for name, ours, theirs in zip(("output", "query", "key"), found, expected, strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, torch.float32)
-        assert apart(ours, theirs) < 1e-5, name
+    for name, ours, stocks in zip(("output", "query", "key"), actual, expected, strict=True):
+        assert (ours.shape, ours.dtype) == (stocks.shape, torch.float32)
+        assert apart(ours, stocks) < 1e-5, name
     # Of a query that sees none of its keys, zeros; there are such.
     if kind in ("packed", "mask", "mask of each row"):
-        assert (found[0].abs().amax(-1) == 0).any()
+        assert (actual[0].abs().amax(-1) == 0).any()
 
 
 def test_16_bits_are_computed_in_float32() -> None:
-    given = inputs(61, 61, dtype=torch.bfloat16)
+    tensors = inputs(61, 61, dtype=torch.bfloat16)
     with stock_in_double():
-        expected = outcome(doubled(given))
+        expected = outcome(doubled(tensors))
     with patched():
-        found = outcome(given)
-    for ours, theirs in zip(found, expected, strict=True):
+        actual = outcome(tensors)
+    for ours, stocks in zip(actual, expected, strict=True):
         assert ours.dtype == torch.bfloat16
-        assert_parity(ours, theirs.float(), rms=5e-3)
+        assert_parity(ours, stocks.float(), rms=5e-3)
 
 
 def test_a_layer_of_stocks_trains_as_before_and_holds_no_scores_of_all_keys(tmp_path: Path) -> None:
@@ -101,23 +99,23 @@ def test_a_layer_of_stocks_trains_as_before_and_holds_no_scores_of_all_keys(tmp_
     with stock.one_process(tmp_path / "store"):
         stock.loss_scale(1.0)
         torch.manual_seed(3)
-        attention, given = dsa_attention(dsa_config()), layer_inputs(S, 2)
-        leaves = [*given.values(), *attention.parameters()]
+        attention, tensors = dsa_attention(dsa_config()), layer_inputs(S, 2)
+        leaves = [*tensors.values(), *attention.parameters()]
 
         def step() -> tuple[list[torch.Tensor], Recorder]:
             with Recorder() as recorder:
-                output = run_layer(attention, given)
+                output = run_layer(attention, tensors)
                 gradients = torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
-            return [output.detach(), *(one for one in gradients if one is not None)], recorder
+            return [output.detach(), *(grad for grad in gradients if grad is not None)], recorder
 
-        expected, theirs = step()
+        expected, stocks = step()
         with patched() as original:
-            found, ours = step()
+            actual, ours = step()
         original.assert_not_called()
-    for one, other in zip(found, expected, strict=True):
-        assert apart(one, other) < 1e-5
+    for tensor, other in zip(actual, expected, strict=True):
+        assert apart(tensor, other) < 1e-5
     assert "aten::topk" in {name.partition(".")[0] for name in ours.operations}  # the indexer is stock's
-    assert ours.peak_bytes < theirs.peak_bytes
+    assert ours.peak_bytes < stocks.peak_bytes
     (note,) = observed.notes()
     assert (note["op"], note["observed"]) == ("sparse_mla", "reference")
     assert PATCH.name in note["reason"]
@@ -131,15 +129,15 @@ OUTSIDE: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", [*OUTSIDE, "autocast"])
 def test_what_is_out_of_scope_is_stocks_and_the_log_says_so_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    given = OUTSIDE.get(case, lambda given: given)(inputs(17, 17))
-    expected = outcome(given)
+    tensors = OUTSIDE.get(case, lambda tensors: tensors)(inputs(17, 17))
+    expected = outcome(tensors)
     with patched() as original, caplog.at_level(logging.WARNING), torch.autocast("cpu", enabled=case == "autocast"):
-        found = [outcome(given) for _ in range(2)]
+        calls = [outcome(tensors) for _ in range(2)]
     assert original.call_count == 2
     if case != "autocast":
-        for each in found:
-            for ours, theirs in zip(each, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        for call_tensors in calls:
+            for ours, stocks in zip(call_tensors, expected, strict=True):
+                torch.testing.assert_close(ours, stocks, rtol=0, atol=0)
     assert len([record for record in caplog.records if PATCH.name in record.message and case in record.message]) == 1
     (note,) = observed.notes()
     assert (note["observed"], note["slower_than_best"]) == ("megatron", True)

@@ -36,14 +36,14 @@ def test_the_trunk_and_every_depth_of_mtp_add_to_the_buffer(process: Path, monke
     truth, weight.grad = weight.grad, None
     monkeypatch.setattr(patch, "DEVICE", "cpu")
     monkeypatch.setattr(embedding, "add_gradient", add_by_pytorch)
-    given: list[Any] = []
+    placeholders: list[Any] = []
     original = patch.placeholder
-    monkeypatch.setattr(patch, "placeholder", lambda weight: given.append(original(weight)) or given[-1])
+    monkeypatch.setattr(patch, "placeholder", lambda weight: placeholders.append(original(weight)) or placeholders[-1])
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(truth), False
     model.config.gradient_accumulation_fusion = True
     backward()
-    assert len(given) == 1
-    assert given[0].shape == weight.grad.shape
+    assert len(placeholders) == 1
+    assert placeholders[0].shape == weight.grad.shape
     assert weight.grad_added_to_main_grad
     torch.testing.assert_close(weight.main_grad - 1, truth, rtol=1e-4, atol=1e-6)
 

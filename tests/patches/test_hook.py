@@ -180,7 +180,7 @@ def test_what_was_missed_is_patched_at_the_next_chance(modules: Modules, monkeyp
     reg, install = hook_of(patch("first", f"{a}:f"), patch("second", f"{b}:f"))
     install("first", "second")
     with monkeypatch.context() as other:
-        other.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not reg])
+        other.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not reg])
         assert load(a) == [2]
     assert states(reg) == {"first": "armed", "second": "armed"}
     assert load(b, a) == [102, 102]
@@ -367,22 +367,22 @@ def test_a_hooked_tree_patches_whoever_imports_it(imports: str, tmp_path: Path, 
     Checkout(root).apply(names)
     done = python(root, SHOW.replace("IMPORTS", imports))
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = json.loads(done.stdout.splitlines()[-1])
     hooked_file = str(root / HOOKED)
-    assert found["file"] == hooked_file
+    assert printed["file"] == hooked_file
     if imports is CORE_FIRST:
-        assert found["armed"]["hybrid-flops"] == ["armed", hooked_file, ["megatron.training.training"]]
+        assert printed["armed"]["hybrid-flops"] == ["armed", hooked_file, ["megatron.training.training"]]
     # One model is all that it takes, and the other one's part comes when that is imported.
     hybrid = "megatron.core.models.hybrid.hybrid_model"
-    state, _, waits_for = found["model"]["linear-cross-entropy"]
+    state, _, waits_for = printed["model"]["linear-cross-entropy"]
     assert state == "applied"
     assert set(waits_for) <= {hybrid}
     for name in names:
-        state, file, waits_for = found["states"][name]
+        state, file, waits_for = printed["states"][name]
         assert (state, file) == ("applied", hooked_file)
         # GPT and hybrid models do without LLaVA.
         assert set(waits_for) <= ({"megatron.core.models.multimodal.llava_model"} if name == "own-groups" else set())
-    assert (found["wrapped"], found["same"], sorted(found["reverted"])) == (True, True, sorted(names))
+    assert (printed["wrapped"], printed["same"], sorted(printed["reverted"])) == (True, True, sorted(names))
     assert f"megacpp-mcore: patch {NAME} applied to" in done.stderr
     assert "NOT applied" not in done.stderr
     git(root, "checkout", "--", HOOKED)

@@ -127,11 +127,11 @@ def outcome(model: Any, **options: Any) -> Outcome:
     with mock.patch.object(mtp, "_compute_mtp_acceptance_counts", spy):
         losses = forward(model, **options)
     micro_batch.backward((losses * torch.randn(B, S, generator=torch.Generator().manual_seed(5))).sum())
-    found = {"losses": losses.detach()} | {f"guess {k}": guess.double() for k, guess in enumerate(guesses)}
+    tensors = {"losses": losses.detach()} | {f"guess {k}": guess.double() for k, guess in enumerate(guesses)}
     if guesses:
         tracker = mtp.MTPLossLoggingHelper.tracker
-        found |= {key: tracker[key].clone() for key in ("loss_values", "correct_values", "total_values")}
-    return found | micro_batch.gradients(model)
+        tensors |= {key: tracker[key].clone() for key in ("loss_values", "correct_values", "total_values")}
+    return tensors | micro_batch.gradients(model)
 
 
 @contextlib.contextmanager
@@ -168,12 +168,12 @@ def check_same(model: Any, heads: int) -> None:
     expected = outcome(model)
     model.config.cross_entropy_loss_fusion = fused
     with patched(), counted_losses() as made:
-        found = outcome(model)
+        actual = outcome(model)
     assert len(made) == heads
-    assert (found["losses"].shape, found["losses"].dtype) == ((B, S), torch.float32)
-    assert found["losses"].is_contiguous()
-    assert differing_tensors(expected, found, TOLERANCE) == []
-    assert [name for name, _ in model.named_parameters() if name not in found] == []
+    assert (actual["losses"].shape, actual["losses"].dtype) == ((B, S), torch.float32)
+    assert actual["losses"].is_contiguous()
+    assert differing_tensors(expected, actual, TOLERANCE) == []
+    assert [name for name, _ in model.named_parameters() if name not in actual] == []
 
 
 @pytest.mark.parametrize("build", [gpt, hybrid])
@@ -189,10 +189,10 @@ def test_evaluation_and_frozen_heads(process: Path) -> None:
     with torch.no_grad():
         plain = forward(model.eval())
         with patched(), counted_losses() as made:
-            found = forward(model)
+            actual = forward(model)
     assert len(made) == 3
-    assert not found.requires_grad
-    assert differing_tensors({"losses": plain}, {"losses": found}, TOLERANCE) == []
+    assert not actual.requires_grad
+    assert differing_tensors({"losses": plain}, {"losses": actual}, TOLERANCE) == []
     model.output_layer.weight.requires_grad_(False)
     expected = outcome(model.train())
     with patched():
@@ -214,9 +214,9 @@ def test_bias_and_labels_that_no_rank_holds(process: Path) -> None:
     labels[:, ::3], labels[:, 1::3] = V + 5, 7
     expected = outcome(model, labels=labels)
     with patched():
-        found = outcome(model, labels=labels)
+        actual = outcome(model, labels=labels)
     assert "output_layer.bias" in expected
-    assert differing_tensors(expected, found, TOLERANCE) == []
+    assert differing_tensors(expected, actual, TOLERANCE) == []
 
 
 @pytest.mark.exhaustive
@@ -237,10 +237,10 @@ def test_composes_with_mtp_shared_block(process: Path, first: str) -> None:
         if first == "theirs":
             stack.enter_context(patched())
         made = stack.enter_context(counted_losses())
-        found = outcome(model)
+        actual = outcome(model)
     assert len(made) == 3
-    assert differing_tensors(expected, found, 2e-5) == []
-    assert differing_tensors(plain, found, 1e-3) != []
+    assert differing_tensors(expected, actual, 2e-5) == []
+    assert differing_tensors(plain, actual, 1e-3) != []
 
 
 @pytest.mark.exhaustive
@@ -256,8 +256,8 @@ def test_the_op_is_handed_the_mask_that_its_losses_are_multiplied_by(
     with stock_script, patched(), counted_losses(masks):
         forward(build(), loss_mask=mask)
     *depths, of_main = masks
-    for depth, found in enumerate(depths, start=1):
-        assert torch.equal(found, torch.cat((mask[:, depth:], torch.zeros(B, depth)), dim=1).t())
+    for depth, depth_mask in enumerate(depths, start=1):
+        assert torch.equal(depth_mask, torch.cat((mask[:, depth:], torch.zeros(B, depth)), dim=1).t())
     assert len(depths) == 2
     assert torch.equal(of_main, mask.t()) if script else of_main is None
 
@@ -269,11 +269,11 @@ def test_without_a_mask_the_depths_have_that_of_mtp(process: Path, build: Callab
     model, masks = build(), list[torch.Tensor | None]()
     expected = outcome(model, loss_mask=None)
     with patched(), counted_losses(masks):
-        found = outcome(model, loss_mask=None)
+        actual = outcome(model, loss_mask=None)
     *depths, of_main = masks
     assert [mask is not None and mask.sum().item() for mask in depths] == [B * (S - 1), B * (S - 2)]
     assert of_main is None
-    assert differing_tensors(expected, found, 2e-5) == []
+    assert differing_tensors(expected, actual, 2e-5) == []
 
 
 TWO_RANKS: tuple[Mapping[str, Any], ...] = (
@@ -308,8 +308,8 @@ def main(folder: Path) -> None:
                     model.output_layer.register_forward_hook(hook)
                 for gather in (None, True):
                     with patched():
-                        found = outcome(model, runtime_gather_output=gather)
-                    assert differing_tensors(expected, found, TOLERANCE) == []
+                        actual = outcome(model, runtime_gather_output=gather)
+                    assert differing_tensors(expected, actual, TOLERANCE) == []
         torch.distributed.barrier()
 
 
@@ -412,9 +412,9 @@ def test_stock_stays_where_logits_are_needed(process: Path, reason: str, caplog:
     OBSTACLES[reason](model, model.output_layer)
     expected = forward(model)
     with patched(), counted_losses() as made, caplog.at_level(logging.WARNING, logger=linear_cross_entropy.__name__):
-        found = [forward(model), forward(model)]
+        actual = [forward(model), forward(model)]
     assert made == []
-    assert all(torch.equal(losses, expected) for losses in found)
+    assert all(torch.equal(losses, expected) for losses in actual)
     (line,) = [record.getMessage() for record in caplog.records if "linear-cross-entropy" in record.getMessage()]
     assert line.startswith("linear-cross-entropy: GPTModel keeps its logits: ")
     assert reason in line

@@ -43,8 +43,8 @@ def test_the_count_is_exchanged_where_the_loss_is(exchanged: mock.Mock) -> None:
     """NCCL sums no tensors of the host."""
     with stock.patched(PATCH):
         calc(torch.ones((), device="meta"))
-    (asked,) = exchanged.call_args_list
-    assert asked.args[0].device.type == "meta"
+    (call,) = exchanged.call_args_list
+    assert call.args[0].device.type == "meta"
 
 
 @pytest.mark.parametrize("is_data", [False, True])
@@ -70,5 +70,5 @@ def test_one_rank_and_callers_without_groups_are_stocks(monkeypatch: pytest.Monk
     with stock.patched(PATCH):
         three = (torch.tensor(8.0), torch.tensor(4), {})
         assert found(None, SimpleNamespace(calculate_per_token_loss=False, timers=None), three) == 1
-        one = SimpleNamespace(size=lambda: 1)
-        assert found(one, SimpleNamespace(timers=None), (torch.tensor(8.0), {})) == 16
+        lone_group = SimpleNamespace(size=lambda: 1)
+        assert found(lone_group, SimpleNamespace(timers=None), (torch.tensor(8.0), {})) == 16

@@ -35,36 +35,36 @@ def saved(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     own = model.state_dict(keep_vars=True)
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     state = optimizer.sharded_state_dict(make_sharded_tensors_for_checkpoint(own, "", {}), metadata=metadata)
-    found = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
-    assert len({value.key for value in found}) == len(found)
-    return {value.key: value.data for value in found}
+    sharded = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+    assert len({value.key for value in sharded}) == len(sharded)
+    return {value.key: value.data for value in sharded}
 
 
 def expected(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
     """The same from the parameters themselves and the inner optimizer's state, by no number."""
     import torch
 
-    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    inner = [wrapper.optimizer for wrapper in getattr(optimizer, "chained_optimizers", [optimizer])]
     mains = {
-        main.data_ptr(): (main, one.state[main])
-        for one in inner
-        for group in one.param_groups
+        main.data_ptr(): (main, adam.state[main])
+        for adam in inner
+        for group in adam.param_groups
         for main in group["params"]
     }
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         in_fp32 = parameter.dtype == torch.float32
         main, state = mains[(parameter if in_fp32 else parameter.main_param).data_ptr()]
         if not in_fp32 or kind != "plain":  # which is its own main parameter, and among the model's
-            found[f"optimizer.state.{MAIN[kind]}.{name}"] = main
+            tensors[f"optimizer.state.{MAIN[kind]}.{name}"] = main
         for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"optimizer.state.{moment}.{name}"] = state[moment]
-    return found
+            tensors[f"optimizer.state.{moment}.{name}"] = state[moment]
+    return tensors
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [key for key, value in wanted.items() if found[key].flatten().tolist() != value.flatten().tolist()] == []
+def assert_same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if actual[key].flatten().tolist() != value.flatten().tolist()] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +82,7 @@ def test_each_state_has_its_parameters_name(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", exhaustive_but(["bfloat16", "float32"], "bfloat16"))
 def test_parameters_of_one_kind_are_upstreams(dtype: str, kind: str) -> None:
-    found = []
+    states = []
     for patches in ((), (PATCH,)):
         with stock.patched(*patches):
             kinds = dict.fromkeys("abc", dtype)
@@ -91,10 +91,10 @@ def test_parameters_of_one_kind_are_upstreams(dtype: str, kind: str) -> None:
             if kind == "distributed":
                 order = {id(parameter): name for name, parameter in model.named_parameters()}
                 (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
-                numbers = [(order[id(one)], number) for one, number in inner.model_param_group_index_map.items()]
-            found.append((list(tensors), numbers))
+                numbers = [(order[id(param)], number) for param, number in inner.model_param_group_index_map.items()]
+            states.append((list(tensors), numbers))
             assert len(tensors) == 6 * (3 if kind == "distributed" or dtype == "bfloat16" else 2)
-    assert found[0] == found[1]
+    assert states[0] == states[1]
 
 
 FORMATS = ("dp_reshardable", "dp_zero")
@@ -104,11 +104,11 @@ FORMATS = ("dp_reshardable", "dp_zero")
 def taken_over(format_: str) -> tuple[list[Any], list[Any]]:
     """The main parameters of a trained optimizer, and those of another one that has loaded its state in a format."""
     source, target = trained(MIXED, distributed=True), build(MIXED, distributed=True)
-    (given,), (taker,) = source[1].chained_optimizers, target[1].chained_optimizers
-    take_over(given, taker, format_)
+    (giver,), (taker,) = source[1].chained_optimizers, target[1].chained_optimizers
+    take_over(giver, taker, format_)
     names = [
-        [one._get_main_param_and_optimizer_states(parameter)["param"].tolist() for parameter in model.parameters()]
-        for model, one in ((source[0], given), (target[0], taker))
+        [inner._get_main_param_and_optimizer_states(parameter)["param"].tolist() for parameter in model.parameters()]
+        for model, inner in ((source[0], giver), (target[0], taker))
     ]
     return names[0], names[1]
 
@@ -117,9 +117,9 @@ def taken_over(format_: str) -> tuple[list[Any], list[Any]]:
 def test_fp32_parameters_are_loaded_without_gradients(format_: str) -> None:
     """Upstream, where only the numbers of the states are patched, loads them with gradients."""
     with stock.patched(PATCH, torch_adam_resume.PATCH):
-        expected_mains, found = taken_over(format_)
-        assert found == expected_mains
-        assert found != [parameter.flatten().tolist() for parameter in build(MIXED, distributed=True)[0].parameters()]
+        expected_mains, mains = taken_over(format_)
+        assert mains == expected_mains
+        assert mains != [parameter.flatten().tolist() for parameter in build(MIXED, distributed=True)[0].parameters()]
     numbered = dataclasses.replace(PATCH, edits=PATCH.edits[:2])
     with (
         stock.patched(numbered, torch_adam_resume.PATCH),
@@ -133,20 +133,20 @@ DTYPES = {"a": "bfloat16", "b": "bfloat16"}
 
 def distributed(optimizer: Any) -> Any:
     """The one DistributedOptimizer in a chain."""
-    (found,) = optimizer.chained_optimizers
-    return found
+    (member,) = optimizer.chained_optimizers
+    return member
 
 
 def hand_over(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
     """The state of one run's optimizer to another's, by the methods that every format goes through."""
     (model, optimizer), (other_model, other) = source, target
-    given, taker = distributed(optimizer), distributed(other)
-    taker.load_state_dict(given.state_dict())
+    giver, taker = distributed(optimizer), distributed(other)
+    taker.load_state_dict(giver.state_dict())
     for parameter, its in zip(model.parameters(), other_model.parameters(), strict=True):
         its.data.copy_(parameter.data)
-        found = given._get_main_param_and_optimizer_states(parameter)
+        param_states = giver._get_main_param_and_optimizer_states(parameter)
         # No format keeps the count with a parameter.
-        tensors = {name: value.clone() for name, value in found.items() if name != "step"}
+        tensors = {name: value.clone() for name, value in param_states.items() if name != "step"}
         taker._set_main_param_and_optimizer_states(its, tensors)
 
 

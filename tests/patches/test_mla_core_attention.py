@@ -167,10 +167,10 @@ def test_losses_and_all_gradients_are_stocks(
     with stocks_own_forward(model):
         expected = outcome(model, length, mask)
     with said() as lines, mock.patch.object(type(cores(model)[0]), "__call__", mock.Mock()) as stocks:
-        found = outcome(model, length, mask)
+        actual = outcome(model, length, mask)
     assert not stocks.called
     assert lines == [expected_line]
-    assert differing_tensors(expected, found, 3e-6) == []
+    assert differing_tensors(expected, actual, 3e-6) == []
 
 
 def attention(*extra: str, **changes: Any) -> Any:
@@ -190,14 +190,14 @@ def test_a_mask_is_the_whole_mask_as_in_stock(
         monkeypatch.setattr(sdpa, "FUSED", (MATH,))
     layer, mask, inputs = attention(), some_mask(*shape), draw(S, shape[-1], dtype=torch.float32)
     expected = layer.core_attention(*inputs, mask)
-    found = run(layer, inputs, mask)
-    assert found.shape == (S, B, H * V)
-    assert found.is_contiguous()
-    assert_parity(found, expected, rms=2e-6)
-    for have, want in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        assert_parity(have, want, rms=1e-5)
+    output = run(layer, inputs, mask)
+    assert output.shape == (S, B, H * V)
+    assert output.is_contiguous()
+    assert_parity(output, expected, rms=2e-6)
+    for grad, expected_grad in zip(gradients(output, inputs), gradients(expected, inputs), strict=True):
+        assert_parity(grad, expected_grad, rms=1e-5)
     truth = mla_attention(*inputs, softmax_scale=K**-0.5, attention_mask=mask, causal=False)
-    assert_parity(found, truth.flatten(2), rms=2e-6)
+    assert_parity(output, truth.flatten(2), rms=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_a_mask_is_the_whole_mask_as_in_stock(
 )
 def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: tuple[str, ...], reason: str) -> None:
     layer, inputs = attention(*extra).train(), draw(dtype=torch.float32)
-    found = []
+    outputs = []
     with said() as lines:
         for compute in (run, run, lambda layer, inputs: layer.core_attention(*inputs, None)):
             stock.restart_random()
-            found.append(compute(layer, inputs))
-        assert all(torch.equal(one, found[-1]) for one in found)
+            outputs.append(compute(layer, inputs))
+        assert all(torch.equal(output, outputs[-1]) for output in outputs)
         if "dropout" in reason:
             run(layer.eval(), inputs)
     assert lines == [f"mla-core-attention: DotProductAttention runs as stock: {reason}"] + [CHUNKED] * (
@@ -225,13 +225,13 @@ def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: 
 
 def test_stock_refuses_what_it_refuses(patched: None) -> None:
     layer, inputs = attention(), draw(dtype=torch.float32)
-    for given, options, says, reason in (
+    for qkv, options, says, reason in (
         (inputs, {"packed_seq_params": THD}, "Packed sequence is not", "the sequences are packed as sbhd, or also have a mask"),
         (inputs, {"attention_bias": torch.zeros(1)}, "Attention bias is not", "it is called with attention_bias"),
         (draw(5, 9, torch.float32), {}, "only for self", "causal attention has different numbers of queries and keys"),
     ):  # fmt: skip
         with said() as lines, pytest.raises(AssertionError, match=says):
-            run(layer, given, **options)
+            run(layer, qkv, **options)
         assert lines[0].startswith(f"mla-core-attention: DotProductAttention runs as stock: {reason}")
     step = draw(1, 9, torch.float32)  # a decoding step sees all keys
     assert_parity(run(layer, step), mla_attention(*step, softmax_scale=K**-0.5, causal=False).flatten(2), rms=2e-6)
@@ -241,9 +241,9 @@ def test_stock_refuses_what_it_refuses(patched: None) -> None:
 def test_a_deterministic_run_asks_for_no_kernel_that_is_not(patched: None, deterministic: bool) -> None:
     layer = attention()
     layer.config.deterministic_mode = deterministic
-    with mock.patch.object(sdpa, "fused_backend", return_value=None) as asked:
+    with mock.patch.object(sdpa, "fused_backend", return_value=None) as fused_backend:
         run(layer, draw(dtype=torch.float32))
-    assert asked.call_args.kwargs["deterministic"] is deterministic
+    assert fused_backend.call_args.kwargs["deterministic"] is deterministic
 
 
 def test_widths_of_dot_product_attention(patched: None) -> None:
@@ -293,26 +293,26 @@ class Engine:
 
 @pytest.fixture
 def engine(patched: None, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    found = Engine()
+    stub = Engine()
 
     class TEDotProductAttention(torch.nn.Module):
         def forward(self, *tensors: Any, packed_seq_params: Any = None, **_: Any) -> Any:
-            found.ran += 1
+            stub.ran += 1
             if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
                 return "stock"
             assert all(tensor.dim() == 3 for tensor in tensors[:3]), "tensors must be 3D"
             return by_sequence(*tensors[:3], packed_seq_params.cu_seqlens_q, self.softmax_scale).flatten(1)
 
     graph = types.SimpleNamespace(is_graph_capturing=lambda: False)
-    utils = types.SimpleNamespace(AttentionParams=AttentionParams, get_attention_backend=found.get_attention_backend)
+    utils = types.SimpleNamespace(AttentionParams=AttentionParams, get_attention_backend=stub.get_attention_backend)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.graph", graph)
     monkeypatch.setitem(sys.modules, mla_core_attention._TE_UTILS, utils)
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")
     monkeypatch.setattr(extension, "TEDotProductAttention", TEDotProductAttention)
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     monkeypatch.setattr(sdpa, "FUSED", (MATH,))
-    found.kind = TEDotProductAttention
-    return found
+    stub.kind = TEDotProductAttention
+    return stub
 
 
 def te_attention(engine: Engine, *extra: str) -> Any:
@@ -339,11 +339,11 @@ def test_unfused_goes_to_sdpa(engine: Engine, choice: str, why: str, mask_type: 
     with said() as lines:
         # Transformer Engine ignores a mask under these two types.
         for _ in range(2):
-            found = run(layer, inputs, some_mask(B, 1, S, S), attn_mask_type=AttnMaskType[mask_type])
+            output = run(layer, inputs, some_mask(B, 1, S, S), attn_mask_type=AttnMaskType[mask_type])
     expected = mla_attention(*inputs, softmax_scale=0.37, causal=mask_type == "causal").flatten(2)
-    assert_parity(found, expected, rms=2e-6)
-    for have, want in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        assert_parity(have[1:], want[1:], rms=1e-5)
+    assert_parity(output, expected, rms=2e-6)
+    for grad, expected_grad in zip(gradients(output, inputs), gradients(expected, inputs), strict=True):
+        assert_parity(grad[1:], expected_grad[1:], rms=1e-5)
     assert engine.ran == 0
     assert len(engine.asked) == 1
     assert engine.asked[0] == AttentionParams(
@@ -442,14 +442,14 @@ def test_transformer_engine_runs_what_is_out_of_scope(
 ) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    layer, given = te_attention(engine), dict(options)
+    layer, arguments = te_attention(engine), dict(options)
     change(layer)
-    if "attn_mask_type" in given:
-        given["attn_mask_type"] = AttnMaskType[given["attn_mask_type"]]
+    if "attn_mask_type" in arguments:
+        arguments["attn_mask_type"] = AttnMaskType[arguments["attn_mask_type"]]
     if pack is not None:
-        given["packed_seq_params"] = packed([5, 32], **pack)
+        arguments["packed_seq_params"] = packed([5, 32], **pack)
     with said() as lines:
-        run(layer, draw_packed() if call is None else call(*draw(dtype=torch.float32)), **given)
+        run(layer, draw_packed() if call is None else call(*draw(dtype=torch.float32)), **arguments)
     assert (engine.ran, engine.asked, len(lines)) == (1, [], 1)
     assert lines[0].startswith(f"mla-core-attention: TEDotProductAttention runs as stock: {reason}")
 
@@ -522,12 +522,12 @@ def test_packed_sequences_attend_to_themselves(
         monkeypatch.setattr(sdpa, "FUSED", ON_A_CPU)
     layer.train(training)
     inputs, parameters = draw_packed(), packed(PACKS[pack])
-    found = run(layer, inputs, packed_seq_params=parameters)
-    expected = by_sequence(*inputs, parameters.cu_seqlens_q, scale).reshape(found.shape)
+    output = run(layer, inputs, packed_seq_params=parameters)
+    expected = by_sequence(*inputs, parameters.cu_seqlens_q, scale).reshape(output.shape)
     assert engine.ran == 0
-    assert_parity(found, expected, rms=1e-12)
-    for have, want in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
-        assert float((have - want).abs().max()) < 1e-12
+    assert_parity(output, expected, rms=1e-12)
+    for grad, expected_grad in zip(gradients(output, inputs), gradients(expected, inputs), strict=True):
+        assert float((grad - expected_grad).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -546,9 +546,9 @@ def test_a_layer_of_packed_sequences_is_stocks(engine: Engine, recompute: bool) 
     hook = layer.core_attention.register_forward_pre_hook(lambda *_: None)
     expected, ran = outcome_of_layer(), engine.ran
     hook.remove()
-    found = outcome_of_layer()
+    actual = outcome_of_layer()
     assert engine.ran == ran > 0
-    assert differing_tensors(expected, found, 3e-6) == []
+    assert differing_tensors(expected, actual, 3e-6) == []
 
 
 def test_packed_sequences_are_read_once_a_micro_batch_and_nobody_waits(patched: None) -> None:
@@ -570,8 +570,8 @@ def test_what_is_no_padding_and_no_other_mask_stays_in_scope(engine: Engine) -> 
     parameters.cu_seqlens_q_padded = parameters.cu_seqlens_kv_padded = parameters.cu_seqlens_q
     without = packed([5, 32], cu_seqlens_q_padded=STARTS, cu_seqlens_kv_padded=STARTS, pad_between_seqs=False)
     expected = run(layer, inputs, packed_seq_params=packed([5, 32]), attn_mask_type=AttnMaskType.padding_causal)
-    for each in (packed([5, 32]), parameters, without):
-        assert torch.equal(run(layer, inputs, packed_seq_params=each), expected)
+    for packing in (packed([5, 32]), parameters, without):
+        assert torch.equal(run(layer, inputs, packed_seq_params=packing), expected)
     assert engine.ran == 0
 
 
@@ -582,10 +582,10 @@ def test_what_transformer_engine_is_asked_of_packed_sequences(engine: Engine) ->
         for lengths in ([5, 1, 14, 17], [5, 4, 28]):
             run(layer, inputs, packed_seq_params=packed(lengths))
         run(layer, inputs, packed_seq_params=packed([S], max_seqlen_q=None))
-    asked = AttentionParams(
+    question = AttentionParams(
         torch.float32, "thd_thd_thd", 32, K, K, "padding_causal", (-1, 0), True, False, 4, num_tokens_q=64
     )
-    assert engine.asked == [asked, dataclasses.replace(asked, max_seqlen_q=64, batch_size=1)]
+    assert engine.asked == [question, dataclasses.replace(question, max_seqlen_q=64, batch_size=1)]
     begin = "mla-core-attention: TEDotProductAttention runs"
     assert lines == [f"{begin} sdpa MATH: at widths 12/6, packed, Transformer Engine is unfused"]
     mla_core_attention._te_selection.cache_clear()
@@ -603,8 +603,8 @@ def test_flash_attention_4_runs_by_the_op_alone(engine: Engine, monkeypatch: pyt
     )
     layer, inputs, parameters = te_attention(engine), draw_packed(), packed(PACKS["documents"])
     with said() as lines:
-        found = run(layer, inputs, packed_seq_params=parameters)
+        output = run(layer, inputs, packed_seq_params=parameters)
     assert os.environ["NVTE_FLASH_ATTN_V4"] == "0"
-    assert_parity(found, by_sequence(*inputs, parameters.cu_seqlens_q, 0.37).reshape(found.shape), rms=1e-12)
+    assert_parity(output, by_sequence(*inputs, parameters.cu_seqlens_q, 0.37).reshape(output.shape), rms=1e-12)
     begin = "mla-core-attention: TEDotProductAttention runs"
     assert lines == [f"{begin} flash4: at widths 12/6, packed, Transformer Engine is unfused"]

@@ -42,26 +42,26 @@ def tokens() -> torch.Tensor:
     return micro_batch.draw_tokens(B, S)
 
 
-def run(model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
-    return micro_batch.losses_of(model, tokens, attention_mask=micro_batch.causal_mask(S), **told)
+def run(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    return micro_batch.losses_of(model, tokens, attention_mask=micro_batch.causal_mask(S), **options)
 
 
 @contextlib.contextmanager
 def recorded(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Labels and losses of the depths 1 … K, then of the main head."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    depths: list[tuple[torch.Tensor, torch.Tensor]] = []
     compute = model.compute_language_model_loss
 
     def computed(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         losses = compute(labels, logits)
         if losses.requires_grad:
             losses.retain_grad()
-        found.append((labels.clone(), losses))
+        depths.append((labels.clone(), losses))
         return losses
 
     with mock.patch.object(model, "compute_language_model_loss", computed):
-        yield found
-    assert len(found) == K + 1
+        yield depths
+    assert len(depths) == K + 1
 
 
 def test_depth_k_predicts_the_token_at_t_plus_k_plus_1(model: Any, tokens: torch.Tensor) -> None:
@@ -69,12 +69,12 @@ def test_depth_k_predicts_the_token_at_t_plus_k_plus_1(model: Any, tokens: torch
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     MTPLossLoggingHelper.tracker.clear()
-    with recorded(model) as found:
+    with recorded(model) as depths:
         run(model, tokens)
-    assert torch.equal(found[K][0], tokens[:, 1:])
-    for k, (labels, _) in enumerate(found[:K], 1):
+    assert torch.equal(depths[K][0], tokens[:, 1:])
+    for k, (labels, _) in enumerate(depths[:K], 1):
         assert torch.equal(labels[:, : S - k], tokens[:, k + 1 :])
-    means = torch.stack([losses[:, : S - k].mean().detach() for k, (_, losses) in enumerate(found[:K], 1)])
+    means = torch.stack([losses[:, : S - k].mean().detach() for k, (_, losses) in enumerate(depths[:K], 1)])
     assert torch.allclose(MTPLossLoggingHelper.tracker["loss_values"], means, rtol=1e-5)
 
 
@@ -98,23 +98,23 @@ def test_the_trunk_and_the_one_block_get_gradients_from_mtp_alone(model: Any, to
     assert len(model.mtp.layers) == 1
     model.config.dsa_indexer_loss_coeff = 0.0
     model.config.moe_aux_loss_coeff, model.config.moe_z_loss_coeff = 0.0, None
-    found = {}
+    grads = {}
     for scale in (0.0, 1.0):
         stock.loss_scale(scale)
         model.zero_grad(set_to_none=True)
         (run(model, tokens) * 0.0).sum().backward()
-        found[scale] = {name: parameter.grad for name, parameter in model.named_parameters() if ".indexer." not in name}
-    for name, gradient in found[0.0].items():
+        grads[scale] = {name: parameter.grad for name, parameter in model.named_parameters() if ".indexer." not in name}
+    for name, gradient in grads[0.0].items():
         assert gradient is None or torch.count_nonzero(gradient) == 0, name
-    trained = {name for name, gradient in found[1.0].items() if gradient is not None and torch.count_nonzero(gradient)}
-    for name in found[1.0]:
+    trained = {name for name, gradient in grads[1.0].items() if gradient is not None and torch.count_nonzero(gradient)}
+    for name in grads[1.0]:
         assert name in trained, name
 
 
 def depth_gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
-    with recorded(model) as found:
+    with recorded(model) as depths:
         (run(model, tokens, loss_mask=mask) * 0.0).sum().backward()
-    return [losses.grad for _, losses in found[:K]]
+    return [losses.grad for _, losses in depths[:K]]
 
 
 @pytest.mark.parametrize("masked", exhaustive_but([False, True], True))
@@ -148,8 +148,8 @@ def test_no_call_of_the_block_is_marked_as_the_first_of_a_step(
     for kind in (ColumnParallelLinear, RowParallelLinear):
         monkeypatch.setattr(kind, "is_first_microbatch", True, raising=False)
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), process, model_class=model_class)
-    layers = {name: one for name, one in model.named_modules() if hasattr(one, "is_first_microbatch")}
-    unmarked = {name for name, one in layers.items() if getattr(one, "disable_parameter_transpose_cache", False)}
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "is_first_microbatch")}
+    unmarked = {name for name, layer in layers.items() if getattr(layer, "disable_parameter_transpose_cache", False)}
     assert unmarked == {name for name in layers if name.startswith("mtp.")}
     assert {name.rpartition(".")[2] for name in unmarked} >= {"eh_proj", "linear_proj", "linear_fc1", "linear_fc2"}
 
@@ -246,8 +246,8 @@ def test_specs_that_bring_no_mtp_are_left_to_stock(process: Path) -> None:
     from megacpp_mcore.patches.mtp_shared_block import _block_spec
 
     replacement = _block_spec.make(original := mock.create_autospec(lambda config, spec, vp_stage=None: None))
-    found = replacement("config", spec := SimpleNamespace(layer_specs=[]), vp_stage=1)
-    assert found is original.return_value
+    mtp_spec = replacement("config", spec := SimpleNamespace(layer_specs=[]), vp_stage=1)
+    assert mtp_spec is original.return_value
     assert replacement("config", SimpleNamespace(mtp=None)) is None
     assert replacement("config", SimpleNamespace(mtp="ours")) == "ours"
     original.assert_called_once_with("config", spec, vp_stage=1)

@@ -84,16 +84,16 @@ def run(tree: Path, files: Sequence[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("name", dict(EDITS))
 def test_no_edit_can_go_unnoticed(name: str, tree: Path) -> None:
     file = tree / "patches" / f"{name.replace('-', '_')}.py"
-    whole, files = file.read_text(), files_of(name)
+    source, files = file.read_text(), files_of(name)
     done = run(tree, files)
     assert done.returncode == pytest.ExitCode.OK, done.stdout[-4000:] + done.stderr[-4000:]
     unnoticed = {}
     try:
         for target in [target for patch, target in EDITS if patch == name]:
-            file.write_text(whole + THROUGH.format(target=target))
+            file.write_text(source + THROUGH.format(target=target))
             done = run(tree, files)
             if done.returncode != pytest.ExitCode.TESTS_FAILED:
                 unnoticed[target] = done.stdout[-4000:] + done.stderr[-4000:]
     finally:
-        file.write_text(whole)
+        file.write_text(source)
     assert unnoticed == {}

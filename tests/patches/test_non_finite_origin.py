@@ -56,9 +56,9 @@ def train(
     return *forks.run_ranks(command, processes, megatron=not path, **variables), folder / "found"
 
 
-def check_unchanged(found: Path, processes: int = 1) -> None:
+def check_unchanged(path: Path, processes: int = 1) -> None:
     for rank in range(processes):
-        assert found.with_name(f"found.{rank}").read_text() == "True"
+        assert path.with_name(f"found.{rank}").read_text() == "True"
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, Path]
 
 @pytest.fixture(scope="module")
 def tried(run: tuple[Path, int, str, Path]) -> dict[str, Any]:
-    *_, output, found = run
-    assert found.is_file(), output[-4000:]
-    return dict(json.loads(found.read_text()))
+    *_, output, path = run
+    assert path.is_file(), output[-4000:]
+    return dict(json.loads(path.read_text()))
 
 
 def saving(folder: Path) -> tuple[str, ...]:
@@ -99,22 +99,22 @@ def expected(case: str, layer: int) -> str:
 def test_the_run_stops_before_the_update_and_names_rank_layer_and_family(
     tried: dict[str, Any], mode: str, case: str
 ) -> None:
-    found = tried[f"{mode}: {case}"]
-    assert found["unchanged"]
-    assert "no parameter was updated; rank 0: " in found["said"]
-    assert expected(case, found["layer"]) in found["said"]
+    record = tried[f"{mode}: {case}"]
+    assert record["unchanged"]
+    assert "no parameter was updated; rank 0: " in record["said"]
+    assert expected(case, record["layer"]) in record["said"]
 
 
 def test_without_checks_a_loss_that_is_not_finite_stops_the_run_and_is_thought_of(tried: dict[str, Any]) -> None:
-    found = tried[f"{non_finite.UNCHECKED}: A, activation, nan"]
-    assert found["unchanged"]
-    assert "the gradient norm is nan; no parameter was updated; rank 0: " in found["said"]
-    assert "if the main loss is" in found["said"]
+    record = tried[f"{non_finite.UNCHECKED}: A, activation, nan"]
+    assert record["unchanged"]
+    assert "the gradient norm is nan; no parameter was updated; rank 0: " in record["said"]
+    assert "if the main loss is" in record["said"]
 
 
-def check_that_the_second_step_ran_again(folder: Path, status: int, output: str, found: Path, named: str) -> None:
+def check_that_the_second_step_ran_again(folder: Path, status: int, output: str, path: Path, named: str) -> None:
     assert status == EXIT_FOR_ANOTHER_GPU, output[-4000:]
-    check_unchanged(found)
+    check_unchanged(path)
     assert f"step 2: the loss of the local forward pass is NaN; rank 0: {named}" in output
     assert "rank 0: as the step is run again, the output of layer 11 (M) is the first that is not finite" in output
     assert (folder / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
@@ -134,9 +134,9 @@ def test_with_checks_that_wait_a_later_step_is_run_again(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_pipeline_stages_tell_whose_value_it_was(tmp_path: Path) -> None:
-    status, output, found = train(tmp_path, "embedding, activation, nan", processes=2, layout=Layout(pipeline=2))
+    status, output, path = train(tmp_path, "embedding, activation, nan", processes=2, layout=Layout(pipeline=2))
     assert status != 0
-    check_unchanged(found, 2)
+    check_unchanged(path, 2)
     came = "the input of layer 7 (M) is not finite: it comes from the pipeline stage before it, which ends with layer 6"
     assert f"rank 1, pipeline stage 2 of 2: {came}" in output
     again = "as the step is run again, the output of layer 1 (A) is not finite, and neither is its input"
@@ -149,9 +149,9 @@ def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
     """With the rank that it is of: of two replicas, the other has none."""
     words = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16"]
     words += ["--ddp-bucket-size", "100000"]
-    status, output, found = train(tmp_path, "first E, gradient, inf on rank 1", *words, processes=2)
+    status, output, path = train(tmp_path, "first E, gradient, inf on rank 1", *words, processes=2)
     assert status != 0
-    assert found.with_name("found.1").read_text() == "True"  # the end of this rank ends the other
+    assert path.with_name("found.1").read_text() == "True"  # the end of this rank ends the other
     assert re.search(r"error: step 1: .* rank 1: .* went wrong in layer 10 \(E\)", output), output[-4000:]
 
 
@@ -160,18 +160,18 @@ def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["recomputed", "HybridModel"])
 def test_recompute_and_the_other_host(tmp_path: Path, how: str) -> None:
     words, model_class = (stock.full_recompute(), GPT) if how == "recomputed" else ((), HYBRID)
-    status, output, found = train(tmp_path, "first R, activation, nan", *words, model_class=model_class)
+    status, output, path = train(tmp_path, "first R, activation, nan", *words, model_class=model_class)
     assert status != 0
-    check_unchanged(found)
+    check_unchanged(path)
     assert "the first layer whose output is not finite is layer 12 (R)" in output, output[-4000:]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_stock_script_of_a_checkout(tmp_path: Path, megatron_lm: Path) -> None:
-    status, output, found = train(tmp_path, "first M, activation, nan", path=str(megatron_lm))
+    status, output, path = train(tmp_path, "first M, activation, nan", path=str(megatron_lm))
     assert status != 0
-    check_unchanged(found)
+    check_unchanged(path)
     assert "the first layer whose output is not finite is layer 11 (M)" in output, output[-4000:]
 
 
@@ -181,10 +181,10 @@ def test_layers_keep_no_activation_alive(process: Path) -> None:
     held = [
         vars(layer)[non_finite_origin.HELD] for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer)
     ]
-    assert all(reference() is not None for given, made in held for reference in (given, made))
+    assert all(reference() is not None for inputs, outputs in held for reference in (inputs, outputs))
     loss.backward()
     del loss
-    assert not any(reference() is not None for given, made in held for reference in (given, made))
+    assert not any(reference() is not None for inputs, outputs in held for reference in (inputs, outputs))
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
@@ -206,7 +206,7 @@ def test_checks_on_a_gpu_wait_for_the_end_of_the_step(value: float, monkeypatch:
     assert len(read) == 1
     assert len(read[0]) == 2
     rejections = (torch.isnan, torch.isinf)
-    expected = [(one, by, f"of a {what}") for one, what in ((value, "loss"), (2.0, "grad")) for by in rejections]
+    expected = [(number, by, f"of a {what}") for number, what in ((value, "loss"), (2.0, "grad")) for by in rejections]
     assert str(made) == str([] if value == 1.0 else expected)
     made.clear()
     decide(machine, "iterator")
@@ -265,12 +265,12 @@ def test_no_check_waits_where_nothing_runs_the_step_again(
 
 def machine_in_a_later_step(**change: Any) -> Any:
     """What the checks ask of Megatron's state machine."""
-    known = {
+    state = {
         "mode": SimpleNamespace(value="validate_results"), "state": SimpleNamespace(name="INITIAL_RUN"),
         "first_iteration_complete": True, "rerun_requested": False, "current_iteration": 1,
         "error_injector": SimpleNamespace(should_inject_errors=False),
     }  # fmt: skip
-    return SimpleNamespace(**known | change)
+    return SimpleNamespace(**state | change)
 
 
 class OnDevice:

@@ -37,14 +37,14 @@ def test_boxes_are_every_number_of_the_range_once_and_in_order() -> None:
         start = chosen.randrange(math.prod(shape))
         end = chosen.randint(start + 1, math.prod(shape))
         numbers = torch.arange(math.prod(shape)).view(shape)
-        found = list(boxes(shape, start, end))
-        assert len(found) <= max(1, 2 * len(shape) - 1)
-        most = max(most, len(found))
+        corners_and_sizes = list(boxes(shape, start, end))
+        assert len(corners_and_sizes) <= max(1, 2 * len(shape) - 1)
+        most = max(most, len(corners_and_sizes))
         cut = [
             numbers[tuple(slice(at, at + length) for at, length in zip(corner, size, strict=True))]
-            for corner, size in found
+            for corner, size in corners_and_sizes
         ]
-        assert [tuple(box.shape) for box in cut] == [size for _, size in found]
+        assert [tuple(box.shape) for box in cut] == [size for _, size in corners_and_sizes]
         assert [number for box in cut for number in box.flatten().tolist()] == list(range(start, end))
     assert most == 7
 

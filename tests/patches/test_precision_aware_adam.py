@@ -31,21 +31,21 @@ def one_of(settings: dict[str, Any], steps: int = 0) -> tuple[Any, Any]:
     for step in range(steps):
         accumulate(model, step)
         optimizer.step()
-    (found,) = optimizer.chained_optimizers
-    return model, found
+    (member,) = optimizer.chained_optimizers
+    return model, member
 
 
 def mains(model: Any, optimizer: Any) -> list[torch.Tensor]:
     """The fp32 main parameters, from whatever keeps them."""
-    found = []
+    fp32 = []
     for parameter in model.parameters():
         main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
-        found.append(joined(parameter.detach().flatten(), main) if main.dtype == torch.int16 else main.detach().float())
-    return found
+        fp32.append(joined(parameter.detach().flatten(), main) if main.dtype == torch.int16 else main.detach().float())
+    return fp32
 
 
-def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [torch.equal(one, other) for one, other in zip(found, wanted, strict=True)] == [True] * len(wanted)
+def assert_same(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert [torch.equal(weight, other) for weight, other in zip(actual, wanted, strict=True)] == [True] * len(wanted)
 
 
 def test_a_weight_and_its_remainder_are_the_main_parameter() -> None:
@@ -80,19 +80,19 @@ def test_what_states_are_kept_in(settings: dict[str, Any]) -> None:
 
 def test_main_parameters_are_those_of_an_optimizer_in_fp32() -> None:
     with stock.patched(*PATCHES):
-        found = mains(*one_of(AWARE, 5))
-        whole = mains(*one_of(AWARE | {"store_param_remainders": False}, 5))
-        assert_same(found, whole)
+        with_remainders = mains(*one_of(AWARE, 5))
+        without_remainders = mains(*one_of(AWARE | {"store_param_remainders": False}, 5))
+        assert_same(with_remainders, without_remainders)
     with stock.patched(mixed_precision_optimizer.PATCH):
         stocks = mains(*one_of({"decoupled_weight_decay": True}, 5))
-    for main, other in zip(found, stocks, strict=True):
+    for main, other in zip(with_remainders, stocks, strict=True):
         torch.testing.assert_close(main, other, rtol=0, atol=1e-6)
 
 
 def test_gradients_are_scaled_by_the_step_where_adam_is_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.optimizer import optimizer as megatrons
 
-    norm, found = megatrons.get_grad_norm_fp32, []
+    norm, weights = megatrons.get_grad_norm_fp32, []
     for more in ((), (adam_in_one_pass.PATCH,)):
         if more:  # on GPUs the norm stays there
             monkeypatch.setattr(megatrons, "get_grad_norm_fp32", lambda *of, **how: torch.tensor([norm(*of, **how)]))
@@ -101,10 +101,10 @@ def test_gradients_are_scaled_by_the_step_where_adam_is_in_one_pass(monkeypatch:
             before = [parameter.main_grad.clone() for parameter in model.parameters()]
             accumulate(model, 1)
             assert [
-                torch.equal(one.main_grad, clipped) for one, clipped in zip(model.parameters(), before, strict=True)
+                torch.equal(param.main_grad, clipped) for param, clipped in zip(model.parameters(), before, strict=True)
             ] == [bool(more)] * len(before)
-            found.append(mains(model, optimizer))
-    for main, other in zip(*found, strict=True):
+            weights.append(mains(model, optimizer))
+    for main, other in zip(*weights, strict=True):
         torch.testing.assert_close(main, other, rtol=0, atol=1e-6)
 
 
@@ -112,15 +112,15 @@ def test_gradients_are_scaled_by_the_step_where_adam_is_in_one_pass(monkeypatch:
 @pytest.mark.parametrize("settings", [AWARE, NARROW], ids=["fp32", "bf16"])
 def test_a_run_goes_on_bit_for_bit(settings: dict[str, Any], format_: str) -> None:
     with stock.patched(*PATCHES):
-        (model, given), (other, taker) = one_of(settings, 3), one_of(settings)
+        (model, saved_optimizer), (other, taker) = one_of(settings, 3), one_of(settings)
         for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
             its.data.copy_(parameter.data)
-        take_over(given, taker, format_)
-        assert_same(mains(other, taker), mains(model, given))
-        for one, optimizer in ((model, given), (other, taker)):
-            accumulate(one, 7)
+        take_over(saved_optimizer, taker, format_)
+        assert_same(mains(other, taker), mains(model, saved_optimizer))
+        for trained, optimizer in ((model, saved_optimizer), (other, taker)):
+            accumulate(trained, 7)
             optimizer.step()
-        assert_same(mains(other, taker), mains(model, given))
+        assert_same(mains(other, taker), mains(model, saved_optimizer))
         assert {group["step"] for group in taker.optimizer.param_groups} == {4}
 
 
@@ -146,15 +146,15 @@ def test_states_of_the_inner_optimizer_are_loaded_as_they_are() -> None:
     weights = [torch.randn(8), torch.randn(8).bfloat16()]
     options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "remainders": True}
     dtypes = (torch.float32, torch.bfloat16)
-    one, other = (PrecisionAwareAdam([weight.clone() for weight in weights], **options, dtypes=dtypes) for _ in "ab")
-    for param in one.param_groups[0]["params"]:
+    adam, other = (PrecisionAwareAdam([weight.clone() for weight in weights], **options, dtypes=dtypes) for _ in "ab")
+    for param in adam.param_groups[0]["params"]:
         param.decoupled_grad = torch.randn(8).to(param.dtype)
-    one.step()
-    other.load_state_dict(one.state_dict())
-    for mine, its in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
-        for name, value in one.state[mine].items():
-            assert value.dtype == other.state[its][name].dtype
-            assert torch.equal(value, other.state[its][name])
+    adam.step()
+    other.load_state_dict(adam.state_dict())
+    for param, loaded in zip(adam.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        for name, value in adam.state[param].items():
+            assert value.dtype == other.state[loaded][name].dtype
+            assert torch.equal(value, other.state[loaded][name])
     assert other.state[other.param_groups[0]["params"][1]]["exp_avg"].dtype == torch.float32  # of a bf16 parameter
 
 

@@ -134,8 +134,8 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     hosts: Hosts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = f"{hosts[0].__name__}:double"
-    known = patch("one", target)
-    reg = registry(known)
+    only = patch("one", target)
+    reg = registry(only)
     line = f"patch one applied to {target} (megatron-core {VERSION})"
     # Where the log drops the line, as it does unless somebody set it up, it goes to stderr; on rank 0 alone.
     for rank, level, logged, printed in (
@@ -153,7 +153,7 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
         caplog.clear()
         capsys.readouterr()
     assert (row["state"], row["megatron_core"], row["hook"], row["waits_for"]) == ("applied", VERSION, None, [])
-    assert row["fingerprints"] == {target: known.edits[0].fingerprints[0]}
+    assert row["fingerprints"] == {target: only.edits[0].fingerprints[0]}
     assert (row["cost"], row["gain"]) == ("not measured", "not measured")
 
 
@@ -195,24 +195,24 @@ def test_target_that_cannot_be_patched(hosts: Hosts, path: str, value: str) -> N
 
 def test_sources_decide_and_not_versions(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     target = f"{hosts[0].__name__}:double"
-    known, other = fingerprint(target), "0" * 64
-    for accepted in ((known,), (other, known)):
+    current, other = fingerprint(target), "0" * 64
+    for accepted in ((current,), (other, current)):
         for version in ("0.18.4", "0.20.0rc1", "not a version"):
             monkeypatch.setattr(Registry, "version", version)
             reg = registry(patch("one", target, fingerprints=accepted))
             assert reg.apply(["one"]) == ("one",)
             reg.revert()
-    with raises(PatchError, "not a version", ":double", known, other, "1" * 64, code="not-applied"):
+    with raises(PatchError, "not a version", ":double", current, other, "1" * 64, code="not-applied"):
         registry(patch("one", target, fingerprints=(other, "1" * 64))).apply(["one"])
 
 
 def test_a_target_with_upstreams_own_fix_is_left_as_it_is(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
     host, user = hosts
     fixed, other = f"{host.__name__}:double", f"{host.__name__}:triple"
-    one = patch("one", fixed, other)
-    ended = dataclasses.replace(one.edits[0], fingerprints=("0" * 64,), until=one.edits[0].fingerprints)
+    both = patch("one", fixed, other)
+    ended = dataclasses.replace(both.edits[0], fingerprints=("0" * 64,), until=both.edits[0].fingerprints)
     reg = registry(
-        dataclasses.replace(one, edits=(ended, one.edits[1])), dataclasses.replace(one, name="two", edits=(ended,))
+        dataclasses.replace(both, edits=(ended, both.edits[1])), dataclasses.replace(both, name="two", edits=(ended,))
     )
     before, double = state(host, user), host.double
     assert reg.apply(["one", "two"]) == ("one", "two")
@@ -222,14 +222,14 @@ def test_a_target_with_upstreams_own_fix_is_left_as_it_is(hosts: Hosts, capsys: 
     assert f"one applied to {other} (" in (printed := capsys.readouterr().err)
     assert "two applied to no target" in printed
     assert fixed not in printed
-    host.double = theirs = adding(1)(double)  # none of our business
+    host.double = wrapper = adding(1)(double)  # none of our business
     assert set(reg.revert()) == {"one", "two"}
-    assert host.double is theirs
+    assert host.double is wrapper
     host.double = double
     assert state(host, user) == before
     unknown = dataclasses.replace(ended, until=("1" * 64,))
     with raises(PatchError, ":double", code="not-applied"):
-        registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
+        registry(dataclasses.replace(both, edits=(unknown,))).apply(["one"])
 
 
 def test_a_body_that_takes_arguments_by_name_refuses_those_that_it_would_ignore(hosts: Hosts) -> None:
@@ -239,28 +239,28 @@ def test_a_body_that_takes_arguments_by_name_refuses_those_that_it_would_ignore(
     def ten_times(original: Function, call: SimpleNamespace) -> Any:
         return original() if call.x < 0 else call.x * 10
 
-    one = patch("one", f"{host.__name__}:double", make=ten_times)
-    reg = registry(one)
+    named = patch("one", f"{host.__name__}:double", make=ten_times)
+    reg = registry(named)
     reg.apply(["one"])
     assert (host.double(x=4), host.double(-4)) == (40, -8)
     reg.revert()
-    unknown = dataclasses.replace(one.edits[0], make=named_replacement("y xx")(ten_times))
+    unknown = dataclasses.replace(named.edits[0], make=named_replacement("y xx")(ten_times))
     with raises(PatchError, ":double", "would ignore: x", code="not-applied"):
-        registry(dataclasses.replace(one, edits=(unknown,))).apply(["one"])
+        registry(dataclasses.replace(named, edits=(unknown,))).apply(["one"])
 
 
 def test_foreign_wrappers_are_refused(hosts: Hosts) -> None:
     host, _ = hosts
     target, original = f"{host.__name__}:double", host.double
-    one = patch("one", target)
-    first, second = registry(one), registry(one)
+    doubling = patch("one", target)
+    first, second = registry(doubling), registry(doubling)
     first.apply(["one"])
     with raises(PatchError, "'one'", f"{hosts[0].__name__}:double", code="not-applied"):
         second.apply(["one"])
     first.revert()
     # functools.wraps makes the wrapper's source read as the original's: the fingerprint alone would accept it.
     host.double = adding(1)(original)
-    assert fingerprint(target) == one.edits[0].fingerprints[0]
+    assert fingerprint(target) == doubling.edits[0].fingerprints[0]
     with pytest.raises(PatchError, match=r":double .* \(.*throwaway.py:\d+\)"):
         first.apply(["one"])
     host.double = original
@@ -289,11 +289,11 @@ def test_drift_is_reported_and_not_overwritten(hosts: Hosts) -> None:
 @functools.cache
 def guarded() -> dict[types.CodeType, int | None]:
     """The code of :func:`exchange` and its callers, with the line that takes the lock."""
-    found = {}
+    locks = {}
     for function in (Registry.apply, Registry.revert, exchange, symbols._put):
         lines, first = inspect.getsourcelines(function)
-        found[function.__code__] = next((first + at for at, line in enumerate(lines) if "with _LOCK" in line), None)
-    return found
+        locks[function.__code__] = next((first + at for at, line in enumerate(lines) if "with _LOCK" in line), None)
+    return locks
 
 
 def interrupted(call: Callable[[], object], number: int) -> bool:
@@ -333,8 +333,8 @@ def test_ctrl_c_at_every_instruction_leaves_all_patches_or_none(hosts: Hosts, mo
     monkeypatch.setattr(symbols, "sys", types.SimpleNamespace(modules={module.__name__: module for module in hosts}))
 
     def patched() -> set[bool]:
-        found = (host.double, user.renamed, host.Host.static)
-        return {symbols.MARK in vars(value) for value in found}
+        functions = (host.double, user.renamed, host.Host.static)
+        return {symbols.MARK in vars(value) for value in functions}
 
     for change, back in ((reg.apply, reg.revert), (reg.revert, reg.apply)):
         ends: list[set[bool]] = []

@@ -67,13 +67,13 @@ def build(prefixes: list[str], cache: Path, **how: Any) -> list[np.ndarray]:
     builder = builder_of(cache, [30, 0, 0], blend_per_split=blend_per_split, **how)
     blend, config = builder.build()[0], builder.config
     assert config.path_to_cache == str(cache)
-    assert all(one.config is config for one in (blend, *blend.datasets))
-    found = [np.array(getattr(one, name)) for one in blend.datasets for name in ARRAYS]
-    return found + [np.array(getattr(blend, name)) for name in BLENDED]
+    assert all(dataset.config is config for dataset in (blend, *blend.datasets))
+    arrays = [np.array(getattr(dataset, name)) for dataset in blend.datasets for name in ARRAYS]
+    return arrays + [np.array(getattr(blend, name)) for name in BLENDED]
 
 
-def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
-    return all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+def same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return all(np.array_equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def index(cache: Path, name: str) -> Path:
@@ -119,9 +119,9 @@ def test_damaged_indices_are_named_and_built_anew(
     damage(tmp_path, name)
     capsys.readouterr()
     assert same(build(prefixes, tmp_path), expected)
-    said = capsys.readouterr().out
-    assert name in said
-    assert "the sample indices are built anew" in said
+    output = capsys.readouterr().out
+    assert name in output
+    assert "the sample indices are built anew" in output
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
     assert same(build(prefixes, tmp_path), expected)
     assert capsys.readouterr().out == ""
@@ -204,7 +204,7 @@ def test_another_host_without_them_builds_the_same(
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda _: build(prefixes, tmp_path / "second"), range(threads)))
     assert torch.distributed.get_rank is before
-    built = [{path.name: path.read_bytes() for path in (tmp_path / one).glob("[!.]*")} for one in ("first", "second")]
+    built = [{path.name: path.read_bytes() for path in (tmp_path / run).glob("[!.]*")} for run in ("first", "second")]
     assert built[0] == built[1]
 
 

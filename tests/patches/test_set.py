@@ -21,15 +21,15 @@ NAMES = [patch.name for patch in default().patches]
 
 def holders() -> dict[tuple[str, str], int]:
     """The identity of everything that a module of Megatron, or a class in one, holds under a name."""
-    found: dict[tuple[str, str], int] = {}
+    identities: dict[tuple[str, str], int] = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "megatron" or module is None:
             continue
         for attribute, value in list(vars(module).items()):
-            found[name, attribute] = id(value)
+            identities[name, attribute] = id(value)
             if isinstance(value, type) and value.__module__ == name:
-                found |= {(f"{name}.{attribute}", inner): id(held) for inner, held in vars(value).items()}
-    return found
+                identities |= {(f"{name}.{attribute}", inner): id(held) for inner, held in vars(value).items()}
+    return identities
 
 
 def changed(before: dict[tuple[str, str], int]) -> set[tuple[str, str]]:
@@ -72,5 +72,5 @@ def test_every_patch_goes_in_and_out(tree: str, subsets: str, request: pytest.Fi
     """In a Python of its own, which imports that tree."""
     first = request.getfixturevalue("megatron_lm") if tree == "checkout" else None
     code = f"import json; from tests.patches.test_set import *; go_round(SUBSETS[{subsets!r}]); "
-    found = stock.printed(code + "print(json.dumps(default().version))", first=first, timeout=1200)
-    assert found == SourceTree((first or wheel_root(),)).version()
+    version = stock.printed(code + "print(json.dumps(default().version))", first=first, timeout=1200)
+    assert version == SourceTree((first or wheel_root(),)).version()

@@ -427,7 +427,7 @@ def left_behind(dispatcher: str) -> int:
     micro_batch.backward(losses.mean())
     del losses
     assert len(inputs) == 4
-    return sum(one() is not None for one in inputs)
+    return sum(reference() is not None for reference in inputs)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

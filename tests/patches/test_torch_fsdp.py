@@ -43,15 +43,15 @@ def test_plan_of_a_bf16_model(tmp_path: Path) -> None:
 
     wrapped = wrap(stock.build({}, TINY, tmp_path, precision="bf16"))
     root = wrapped.module
-    units = {name.removeprefix("module."): one for name, one in root.named_modules() if isinstance(one, FSDPModule)}
+    units = {name.removeprefix("module."): m for name, m in root.named_modules() if isinstance(m, FSDPModule)}
     kept = ("", "embedding", "mtp.layers.0.mtp_model_layer")
     layers = tuple(f"decoder.layers.{number}" for number in range(TINY.depth))
     assert set(units) == {*kept, *layers}
-    resharded = {name for name, one in units.items() if one._get_fsdp_state()._fsdp_param_group._reshard_after_forward}
+    resharded = {name for name, m in units.items() if m._get_fsdp_state()._fsdp_param_group._reshard_after_forward}
     assert resharded == set(layers)
-    whole = {name for name, parameter in root.named_parameters() if not isinstance(parameter, DTensor)}
-    assert whole == {name for name, parameter in root.named_parameters() if parameter.dtype == torch.float32}
-    assert {name.rpartition(".")[2] for name in whole} >= {"dt_bias", "D", "b_bias", "W", "A_log"}
+    unsharded = {name for name, parameter in root.named_parameters() if not isinstance(parameter, DTensor)}
+    assert unsharded == {name for name, parameter in root.named_parameters() if parameter.dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in unsharded} >= {"dt_bias", "D", "b_bias", "W", "A_log"}
 
 
 def test_a_step_of_cut_parameters_is_that_of_whole_ones(tmp_path: Path) -> None:
@@ -59,23 +59,23 @@ def test_a_step_of_cut_parameters_is_that_of_whole_ones(tmp_path: Path) -> None:
     from torch.distributed.tensor import DTensor
 
     tokens = draw_tokens(1, TINY.seq_length)
-    told = {"attention_mask": causal_mask(TINY.seq_length)}
-    found = []
+    mask = {"attention_mask": causal_mask(TINY.seq_length)}
+    outcomes = []
     for is_cut in (False, True):
         model = stock.build({}, TINY, tmp_path).train()
         root = wrap(model) if is_cut else model
         stock.loss_scale(1.0)
-        loss = losses_of(root, tokens, **told).mean()
+        loss = losses_of(root, tokens, **mask).mean()
         backward(loss)
-        gradients = {name.removeprefix("module."): one.grad for name, one in root.named_parameters()}
-        assert any(isinstance(one, DTensor) for one in gradients.values()) == is_cut
-        found.append(
-            (float(loss), {n: one.full_tensor() if isinstance(one, DTensor) else one for n, one in gradients.items()})
+        gradients = {name.removeprefix("module."): param.grad for name, param in root.named_parameters()}
+        assert any(isinstance(grad, DTensor) for grad in gradients.values()) == is_cut
+        outcomes.append(
+            (float(loss), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()})
         )
-    (loss, whole), (cut_loss, cut) = found
+    (loss, unsharded), (cut_loss, cut) = outcomes
     assert cut_loss == loss
-    assert whole.keys() == cut.keys()
-    for name, gradient in whole.items():
+    assert unsharded.keys() == cut.keys()
+    for name, gradient in unsharded.items():
         torch.testing.assert_close(cut[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
@@ -84,14 +84,14 @@ def test_what_follows_a_step_and_what_a_checkpoint_fills(tmp_path: Path) -> None
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
     wrapped = wrap(stock.build({}, TINY, tmp_path, precision="bf16"))
-    one = wrapped.whole_parameters[0]
-    one.grad = torch.full_like(one, 3.0)
+    param = wrapped.whole_parameters[0]
+    param.grad = torch.full_like(param, 3.0)
     wrapped.finish_grad_sync()
-    assert torch.equal(one.main_grad, torch.full_like(one, 3.0))
+    assert torch.equal(param.main_grad, torch.full_like(param, 3.0))
     mesh = init_device_mesh("cpu", (1,))
-    own = {name: one for name, one in wrapped.module.state_dict().items() if isinstance(one, torch.Tensor)}
-    whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in own.items()}
-    state = {name: distribute_tensor(torch.full_like(one, 2.0), mesh, [Replicate()]) for name, one in whole.items()}
+    own = {name: tensor for name, tensor in wrapped.module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    full = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in own.items()}
+    state = {name: distribute_tensor(torch.full_like(t, 2.0), mesh, [Replicate()]) for name, t in full.items()}
     wrapped.load_state_dict(state, strict=False)
     assert all((parameter == 2).all() for parameter in wrapped.module.parameters())
     adam = torch.optim.Adam([weight := torch.nn.Parameter(torch.ones(2))])
@@ -138,7 +138,7 @@ def test_other_models_are_sharded_as_by_stock() -> None:
     )  # fmt: skip
     patches.apply(["torch-fsdp"])
     root = wrap(Stock(config)).module
-    assert {name for name, one in root.named_modules() if isinstance(one, FSDPModule)} == {"", "module.column"}
+    assert {name for name, module in root.named_modules() if isinstance(module, FSDPModule)} == {"", "module.column"}
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters())
 
 

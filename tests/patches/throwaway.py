@@ -65,9 +65,9 @@ def adding(amount: int) -> Callable[[Any], Any]:
 def patch(name: str, *targets: str, make: Callable[[Any], Any] | None = None, **fields: Any) -> Patch:
     """A patch of the modules as they are on the disk; nothing is imported."""
     tree = SourceTree(tuple(map(Path, sys.path)))
-    known = fields.pop("fingerprints", None)
+    fingerprints = fields.pop("fingerprints", None)
     edits = tuple(
-        Edit(target=target, fingerprints=known or (digest(tree.texts(target)[0]),), make=make or adding(100))
+        Edit(target=target, fingerprints=fingerprints or (digest(tree.texts(target)[0]),), make=make or adding(100))
         for target in targets
     )
     return Patch(**{"name": name, "edits": edits, **WORDS, **fields})

@@ -63,10 +63,10 @@ def assert_replays(
     """Fail unless ``run`` makes nobody wait, and its graph gives for other values what it gives (but for ``unordered``)."""
 
     def tensors() -> list[torch.Tensor]:
-        found = run()
-        return list(found.values() if isinstance(found, dict) else found)
+        outputs = run()
+        return list(outputs.values() if isinstance(outputs, dict) else outputs)
 
-    names = list(found) if isinstance(found := run(), dict) else range(len(found))  # compiles
+    names = list(outputs) if isinstance(outputs := run(), dict) else range(len(outputs))  # compiles
     with without_waiting():
         run()
     captured = [tensor.clone() for tensor in replayed(tensors, inputs, others)]

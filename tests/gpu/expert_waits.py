@@ -26,11 +26,11 @@ def waits(run: Callable[[], object]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record, record_function("the run"):
         run()
     events = record.events()
-    (whole,) = (one.time_range for one in events if one.name == "the run" and one.device_type == DeviceType.CPU)
+    (span,) = (event.time_range for event in events if event.name == "the run" and event.device_type == DeviceType.CPU)
     return [
         event.name
         for event in events
-        if "Synchronize" in event.name and whole.start <= event.time_range.start <= whole.end
+        if "Synchronize" in event.name and span.start <= event.time_range.start <= span.end
     ]
 
 
@@ -43,8 +43,8 @@ def main() -> None:
         hidden, gradient = draw()
         for _ in range(2):
             outcome(layer, hidden, gradient)
-        found = {"layer": waits(lambda: outcome(layer, hidden, gradient)), "read": waits(hidden.sum().item)}
-    print(json.dumps(found), flush=True)
+        counts = {"layer": waits(lambda: outcome(layer, hidden, gradient)), "read": waits(hidden.sum().item)}
+    print(json.dumps(counts), flush=True)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def two_steps(corpus: str, record: Path, op: str, way: str, loss: str, *, fp8: s
     sizes = {"train_iters": 2, "learning_rate": 1e-3, "micro_batch_size": 2, "global_batch_size": 4}
     train(words_of(preset("nam56r_tiny"), corpus=corpus, **sizes), record, **{plugin_config.VARIABLE: str(file)})
     receipt = receipts.read(record)
-    assert [one["observed"] for one in receipt["backends"] if one["op"] == op] == [way]
+    assert [record_["observed"] for record_ in receipt["backends"] if record_["op"] == op] == [way]
     assert receipt["precision"]["kernel_fp8"] == (fp8 or "none")
     assert ("fp8" in receipt["flops"]["by_precision"]) is bool(fp8)
     return [step.losses[loss] for step in read_steps(record)]

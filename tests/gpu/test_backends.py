@@ -28,11 +28,11 @@ def train(run: Path, *extra: str, **environment: str) -> dict[str, Any]:
 
 
 def observed(receipt: dict[str, Any], op: str) -> set[tuple[str, str]]:
-    return {(one["requested"], one["observed"]) for one in receipt["backends"] if one["op"] == op}
+    return {(record["requested"], record["observed"]) for record in receipt["backends"] if record["op"] == op}
 
 
 def fall_back(receipt: dict[str, Any]) -> str:
-    return "".join(one["evidence"] for one in receipt["disqualifiers"] if one["name"] == "fall-back")
+    return "".join(entry["evidence"] for entry in receipt["disqualifiers"] if entry["name"] == "fall-back")
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict
     for op, ours in (("linear", {("auto", "local")}), ("norm", set())):  # the input projections of M and R
         assert observed(with_te, op) == {("transformer_engine", "transformer_engine")} | ours
         assert observed(without_te, op) == {("transformer_engine", "local")} | ours
-        asked = [one for one in without_te["backends"] if (one["op"], one["requested"]) == (op, "transformer_engine")]
-        assert all("MEGACPP_DISABLE_TE=1 disables Transformer Engine" in one["reason"] for one in asked)
+        rows = [row for row in without_te["backends"] if (row["op"], row["requested"]) == (op, "transformer_engine")]
+        assert all("MEGACPP_DISABLE_TE=1 disables Transformer Engine" in row["reason"] for row in rows)
     for run in (with_te, without_te):
         assert observed(run, "experts") == {("auto", "megacpp_mcore")}
         assert observed(run, "routed_mlp") == observed(run, "router") == {("auto", "triton")}
@@ -64,14 +64,14 @@ def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(
     with_te: dict[str, Any], tmp_path: Path
 ) -> None:
     assert observed(with_te, "mla") == {("auto", "sdpa")}
-    ((asked, kernel),) = observed(with_te, "sdpa")
-    assert asked == "auto"
+    ((requested, kernel),) = observed(with_te, "sdpa")
+    assert requested == "auto"
     assert kernel in {backend.name for backend in FUSED}
     deterministic = train(tmp_path, "--deterministic-mode")
     assert observed(deterministic, "mla") == {("auto", "reference")}
-    said = fall_back(deterministic)
-    assert " runs on reference, slower than the best for this device: " in said
-    assert "sdpa does not support this call" in said
+    evidence = fall_back(deterministic)
+    assert " runs on reference, slower than the best for this device: " in evidence
+    assert "sdpa does not support this call" in evidence
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -90,17 +90,17 @@ def test_whatever_sdpa_says_that_it_covers_it_runs(
     ours = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
     truth = [tensor.detach().double().requires_grad_() for tensor in ours]
     of = torch.arange(length, device="cuda") // max(1, length // 2)  # two documents
-    told = {
+    boundaries = {
         "": {},
         "masked": {"attention_mask": (of[:, None] != of[None, :])[None, None]},
         "numbered": {"seq_idx": of.int().expand(2, length).contiguous()},
     }[documents]
     grad = torch.randn(length, 2, 4, v_dim, device="cuda", dtype=dtype)
     for inputs, fn, seed in ((ours, chosen.fn, grad), (truth, mla_attention, grad.double())):
-        fn(*inputs, softmax_scale=qk_dim**-0.5, **told).backward(seed)
-    for one, exact in zip(ours, truth, strict=True):
-        assert one.grad is not None
+        fn(*inputs, softmax_scale=qk_dim**-0.5, **boundaries).backward(seed)
+    for leaf, exact in zip(ours, truth, strict=True):
+        assert leaf.grad is not None
         assert exact.grad is not None
         # A lone key has all the weight: its query's gradient is 0, and rounding is compared with the other gradients.
-        error = (one.grad.double() - exact.grad).norm() / torch.maximum(exact.grad.norm(), 1e-2 * grad.double().norm())
-        assert error < 1e-2, (tuple(one.shape), float(error))
+        error = (leaf.grad.double() - exact.grad).norm() / torch.maximum(exact.grad.norm(), 1e-2 * grad.double().norm())
+        assert error < 1e-2, (tuple(leaf.shape), float(error))

@@ -22,8 +22,8 @@ def test_a_captured_call_is_computed_anew_from_its_inputs_at_every_replay() -> N
     made = len(calls)
     with torch.no_grad():
         x.mul_(2)
-    for found, expected in zip(replayed(x), squares(x), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(replayed(x), squares(x), strict=True):
+        torch.testing.assert_close(actual, expected)
     assert len(calls) == made + 1
 
 

@@ -16,9 +16,9 @@ def test_the_rates_are_plausible_and_leave_nothing_behind() -> None:
     torch.cuda.empty_cache()
     reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     state = torch.cuda.get_rng_state()
-    found = card.measure()
-    assert 50 < found["card.matmul_tflops_per_s"] < 2500
-    assert 0.3e12 < found["card.copy_bytes_per_s"] < 8e12
+    rates = card.measure()
+    assert 50 < rates["card.matmul_tflops_per_s"] < 2500
+    assert 0.3e12 < rates["card.copy_bytes_per_s"] < 8e12
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.cuda.memory_reserved() - reserved < 100e6  # cuBLAS's workspace at most
     assert torch.cuda.max_memory_allocated() - allocated < 100e6
@@ -29,22 +29,22 @@ def test_clock_and_power_are_read() -> None:
     samples = card.Samples()
     samples.read = card.reader()
     samples.take()
-    found = samples.record()
-    assert 100 < found["card.sm_clock_mhz"] < 4000
-    assert 10 < found["card.power_w"] < 2000
+    record = samples.record()
+    assert 100 < record["card.sm_clock_mhz"] < 4000
+    assert 10 < record["card.power_w"] < 2000
 
 
 def test_a_replay_is_sampled() -> None:
     listener, cache = IndexOverlap(interval=1), IndexCache({})
     listener.watch(cache)
-    one = torch.arange(4 * SAMPLED, device="cuda", dtype=torch.int32).view(1, -1, 1)
-    other, graph = one.clone(), torch.cuda.CUDAGraph()
+    indices = torch.arange(4 * SAMPLED, device="cuda", dtype=torch.int32).view(1, -1, 1)
+    others, graph = indices.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cache.publish(5, Selection(one + 0))
-        cache.publish(9, Selection(other + 0))
+        cache.publish(5, Selection(indices + 0))
+        cache.publish(9, Selection(others + 0))
     for number, shift in ((1, 0), (2, 1)):
         listener.on_step_begin(number)
-        other.add_(shift)
+        others.add_(shift)
         graph.replay()
         torch.cuda.synchronize()
         listener.on_step(a_step(number))

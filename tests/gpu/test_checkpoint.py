@@ -65,15 +65,15 @@ def assert_main_parameters_are_the_models(tensors: dict[str, torch.Tensor], pref
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_repeats_the_uninterrupted_one(corpus: str, tmp_path: Path, optimizer: str) -> None:
     prefix, words = OPTIMIZERS[optimizer]
-    whole = train(corpus, tmp_path, "whole", *words)
+    baseline = train(corpus, tmp_path, "whole", *words)
     load = ("--load", str(tmp_path / "whole"), "--ckpt-step", str(HALF))
     resumed = train(corpus, tmp_path, "resumed", *words, *load)
-    assert list(whole.scalars) == list(range(1, STEPS + 1))
-    assert resumed.scalars == {step: whole.scalars[step] for step in range(HALF + 1, STEPS + 1)}
+    assert list(baseline.scalars) == list(range(1, STEPS + 1))
+    assert resumed.scalars == {step: baseline.scalars[step] for step in range(HALF + 1, STEPS + 1)}
     if prefix:
-        assert_main_parameters_are_the_models(whole.tensors, prefix)
+        assert_main_parameters_are_the_models(baseline.tensors, prefix)
     else:
-        remainders = [one.dtype for name, one in whole.tensors.items() if name.startswith("optimizer.state.remainder.")]
+        remainders = [t.dtype for name, t in baseline.tensors.items() if name.startswith("optimizer.state.remainder.")]
         assert {*remainders} == {torch.int16}
         assert len(remainders) > 50
-    assert_same_bytes(whole.tensors, resumed.tensors)
+    assert_same_bytes(baseline.tensors, resumed.tensors)

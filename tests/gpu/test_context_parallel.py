@@ -66,8 +66,8 @@ def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
             transformer_impl="local" if precision == "fp32" else "transformer_engine",
         )  # fmt: skip
         runs.train(arguments, folder / "observe", ranks, MEGACPP_CONFIG=str(file))
-        known = receipts.read(folder / "observe")
-        assert known["parallelism"]["context"] == ranks
+        receipt = receipts.read(folder / "observe")
+        assert receipt["parallelism"]["context"] == ranks
         return read_scalars(folder / "observe")
 
     return of
@@ -76,10 +76,10 @@ def train(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
 @pytest.mark.parametrize("words", [(), PACKED], ids=["whole rows", "packed"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_references_in_fp32(train: Train, ranks: int, words: tuple[str, ...]) -> None:
-    one, shared = train(1, "fp32", *words), train(ranks, "fp32", *words)
+    alone, shared = train(1, "fp32", *words), train(ranks, "fp32", *words)
     assert len(shared["lm loss"]) == STEPS
-    assert differing_scalars(one, shared, TOLERANCE, SCALARS) == []
-    assert differing_scalars(one, shared, COUNTED_TOLERANCE, COUNTED) == []
+    assert differing_scalars(alone, shared, TOLERANCE, SCALARS) == []
+    assert differing_scalars(alone, shared, COUNTED_TOLERANCE, COUNTED) == []
 
 
 @pytest.mark.skipif(
@@ -88,17 +88,17 @@ def test_references_in_fp32(train: Train, ranks: int, words: tuple[str, ...]) ->
 @pytest.mark.parametrize("words", [(), PACKED], ids=["whole rows", "packed"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_kernels_in_bf16(train: Train, ranks: int, words: tuple[str, ...]) -> None:
-    one, shared = train(1, "bf16", *words), train(ranks, "bf16", *words)
+    alone, shared = train(1, "bf16", *words), train(ranks, "bf16", *words)
     assert len(shared["lm loss"]) == STEPS
-    assert differing_scalars(one, shared, BF16_TOLERANCE, SCALARS + COUNTED) == []
+    assert differing_scalars(alone, shared, BF16_TOLERANCE, SCALARS + COUNTED) == []
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_checkpoint_goes_from_shared_sequences_to_one_gpu_and_back(train: Train, tmp_path: Path, ranks: int) -> None:
     """The rest of a run from its checkpoint, with the optimizer's state, is the same with either number of ranks."""
     saved = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
-    whole = train(ranks, "fp32", *saved)
+    uninterrupted = train(ranks, "fp32", *saved)
     resumed = train(1, "fp32", "--load", str(tmp_path / "saved"), "--ckpt-step", "2")
     for name in SCALARS:
-        rest = {step: value for step, value in whole[name].items() if step > 2}
+        rest = {step: value for step, value in uninterrupted[name].items() if step > 2}
         assert differing_scalars({name: rest}, resumed, TOLERANCE, [name]) == []

@@ -122,9 +122,9 @@ def trained(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple
 
 
 def scalars(folder: Path) -> list[dict[str, float]]:
-    found = [step.values() for step in read_steps(folder / "run")]
-    assert len(found) == STEPS
-    return found
+    steps = [step.values() for step in read_steps(folder / "run")]
+    assert len(steps) == STEPS
+    return steps
 
 
 def held(folder: Path) -> set[int | str]:
@@ -147,8 +147,8 @@ def test_replays_train_bit_for_bit_as_the_layers_do(trained: dict[tuple[str, boo
     if case in FP8:
         precisions = [receipts.read(folder / "run")["precision"] for folder in (eager, replayed)]
         assert scalars(replayed) != scalars(trained["packed", True])
-        assert [one["fp8_scopes"]["captured"] > 0 for one in precisions] == [False, True]
-        assert [one["dequantised"] for one in precisions] == [0, 0]
+        assert [precision["fp8_scopes"]["captured"] > 0 for precision in precisions] == [False, True]
+        assert [precision["dequantised"] for precision in precisions] == [0, 0]
     if case != "packed":
         assert held(replayed) == set(range(1, len(SPARSE["pattern"]) + 1))
 
@@ -265,11 +265,11 @@ def test_a_resumed_run_with_evaluations_replays_as_the_whole_one(corpus: str, tm
             tmp_path / name / "log"
         ).read_text()[-6000:]
         assert any(row["op"] == "cuda_graph" for row in receipts.read(tmp_path / name / "run")["backends"])
-    whole, resumed = (
+    uninterrupted, resumed = (
         {step.step: step.values() for step in read_steps(tmp_path / name / "run")} for name in ("whole", "resumed")
     )
-    assert list(whole) == list(range(1, STEPS + 1))
-    assert resumed == {step: whole[step] for step in range(STEPS // 2 + 1, STEPS + 1)}
+    assert list(uninterrupted) == list(range(1, STEPS + 1))
+    assert resumed == {step: uninterrupted[step] for step in range(STEPS // 2 + 1, STEPS + 1)}
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
@@ -339,9 +339,9 @@ def test_a_replay_that_is_not_finite_stops_the_run_before_the_update_and_names_t
         timeout=300,
         check=False,
     )
-    said = ended.stdout + ended.stderr
+    output = ended.stdout + ended.stderr
     assert ended.returncode != 0
-    assert "CUDA graphs (local) of layers" in said
+    assert "CUDA graphs (local) of layers" in output
     for words_said in says:
-        assert words_said in said, said[-6000:]
+        assert words_said in output, output[-6000:]
     assert (tmp_path / "found.0").read_text() == "True"

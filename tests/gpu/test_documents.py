@@ -108,9 +108,9 @@ def test_what_a_stock_models_document_learns_of_the_one_before(
     def losses(tokens_S: torch.Tensor) -> torch.Tensor:
         mask, _, positions_S = _get_ltor_masks_and_position_ids(tokens_S, 0, True, True, True, told_by != "lengths")
         labels_BS = tokens_S.roll(-1)[None]
-        given = {"packed_seq_params": lengths} if mask is None else {}
+        options = {"packed_seq_params": lengths} if mask is None else {}
         of_all_BS = model(
-            tokens_S[None], positions_S[None], None if mask is None else mask[None], labels=labels_BS, **given
+            tokens_S[None], positions_S[None], None if mask is None else mask[None], labels=labels_BS, **options
         )
         return of_all_BS[0, second:-1].detach()  # the last label is the first token
 

@@ -84,9 +84,9 @@ def graph_equals_eager(variant: str) -> None:
         replayed = [tensor.clone() for tensor in captured]
         eager = step()
         assert len(replayed) == len(eager) > 8
-        for number, (ours, theirs) in enumerate(zip(replayed, eager, strict=True)):
-            assert theirs.abs().sum() > 0
-            assert_parity(ours, theirs, rms=1e-5, name=f"tensor {number}, inputs {seed}")
+        for number, (actual, expected) in enumerate(zip(replayed, eager, strict=True)):
+            assert expected.abs().sum() > 0
+            assert_parity(actual, expected, rms=1e-5, name=f"tensor {number}, inputs {seed}")
 
 
 def captured_in_a_process(variant: str, patches: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -190,17 +190,17 @@ def test_peak_memory_on_a_gpu(sparse: bool) -> None:
         loss_and_gradients(inputs, 256, sparse, ONE_RANK, **bounds)
 
     peak(work)  # cuBLAS takes its workspace
-    theirs = peak(work)
+    stocks = peak(work)
     expected = loss_and_gradients(inputs, 256, sparse, use_relu=False, **bounds)
     score = dsa().fused_qk_topk_naive(inputs.q, inputs.k, inputs.weights, 256, use_relu=False, **bounds)[0]
     with patched():
         ours = peak(work)
         results = loss_and_gradients(inputs, 256, sparse, index=expected[0], use_relu=False, **bounds)
-    assert theirs > 10 * ours, (theirs, ours)
+    assert stocks > 10 * ours, (stocks, ours)
     assert_same_selection(results[0], expected[0], score)
     torch.testing.assert_close(results[1], expected[1], rtol=1e-4, atol=0)
-    for name, have, want in zip("qwk", results[2], expected[2], strict=True):
-        assert_parity(have, want, rms=1e-2, name=f"grad {name}")
+    for name, grad, expected_grad in zip("qwk", results[2], expected[2], strict=True):
+        assert_parity(grad, expected_grad, rms=1e-2, name=f"grad {name}")
 
 
 @pytest.mark.parametrize(("widths", "heads"), [((128, 64), 14), ((576, 512), 64)], ids=str)
@@ -218,24 +218,24 @@ def test_sparse_attention_runs_by_kernels(widths: tuple[int, int], heads: int) -
         draw(S, B, heads, V),
     )
     score_BST = torch.rand(B, S, S, generator=generator, device="cuda")  # some of the selected keys lie ahead
-    given = query, key, score_BST.topk(N).indices, gradient
+    tensors = query, key, score_BST.topk(N).indices, gradient
 
     def run() -> list[torch.Tensor]:
-        output = dsa()._unfused_absorbed_dsa_fn(*given[:3], K**-0.5, V)
-        return [output.detach(), *torch.autograd.grad(output, given[:2], gradient.to(output.dtype))]
+        output = dsa()._unfused_absorbed_dsa_fn(*tensors[:3], K**-0.5, V)
+        return [output.detach(), *torch.autograd.grad(output, tensors[:2], gradient.to(output.dtype))]
 
     with stock_in_double():
         expected = run()
-    theirs = peak(run)
+    stocks = peak(run)
     with sparse_attention.patched() as original:
-        found = run()
+        actual = run()
         ours = peak(run)
     original.assert_not_called()
     (note,) = observed.notes()
     assert note["observed"] == "triton"
-    assert theirs > 10 * ours, (theirs, ours)
-    for name, one, other in zip(("output", "query", "key"), found, expected, strict=True):
+    assert stocks > 10 * ours, (stocks, ours)
+    for name, tensor, other in zip(("output", "query", "key"), actual, expected, strict=True):
         first = S // 2 if name == "query" else 0  # of queries that see few keys the gradient cancels
         seen = other[first:].abs().amax(-1) > 0
-        assert_parity(one[first:][seen], other[first:][seen], rms=2e-2, name=name)
-        assert (one[first:][~seen] == 0).all()
+        assert_parity(tensor[first:][seen], other[first:][seen], rms=2e-2, name=name)
+        assert (tensor[first:][~seen] == 0).all()

@@ -59,11 +59,11 @@ def build(backends: Mapping[str, str], layout: Layout = ALONE, *more: str) -> An
 @pytest.fixture(scope="module")
 def pair(process: None) -> tuple[Any, Any]:
     """Ours, and stock's."""
-    ours, theirs = build({}), build({"experts": STOCK, "router": STOCK})
-    assert [type(layer.experts).__name__ for layer in (ours, theirs)] == ["StackedExperts", "TEGroupedMLP"]
-    assert [type(layer.router).__name__ for layer in (ours, theirs)] == ["Router", "TopKRouter"]
+    ours, stocks = build({}), build({"experts": STOCK, "router": STOCK})
+    assert [type(layer.experts).__name__ for layer in (ours, stocks)] == ["StackedExperts", "TEGroupedMLP"]
+    assert [type(layer.router).__name__ for layer in (ours, stocks)] == ["Router", "TopKRouter"]
     assert (ours.experts.backend.observed, ours.router_backend.observed) == ("triton", "triton")
-    return ours, theirs
+    return ours, stocks
 
 
 def draw(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,10 +83,10 @@ def outcome(layer: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> list[to
     leaves = [hidden, layer.router.weight, shared.linear_fc1.weight, shared.linear_fc2.weight, *first, *second]
     output, unadded = layer(hidden)
     output = output if unadded is None else output + unadded
-    found = torch.autograd.grad(output, leaves, gradient)
+    grads = torch.autograd.grad(output, leaves, gradient)
     if stacked:
-        return [output.detach(), *found]
-    return [output.detach(), *found[:4], torch.stack(found[4:20]), torch.stack(found[20:])]
+        return [output.detach(), *grads]
+    return [output.detach(), *grads[:4], torch.stack(grads[4:20]), torch.stack(grads[20:])]
 
 
 NAMES = ("output", "hidden", "router", "shared fc1", "shared fc2", "first", "second")
@@ -95,11 +95,11 @@ NAMES = ("output", "hidden", "router", "shared fc1", "shared fc2", "first", "sec
 def test_initial_values_are_transformer_engines_bit_for_bit(pair: tuple[Any, Any]) -> None:
     from megacpp_mcore.layer_specs.experts import expert_matrices
 
-    ours, theirs = pair
-    stacked = torch.equal(ours.experts.weight1, torch.stack(list(expert_matrices(theirs.experts)[0])))
+    ours, stocks = pair
+    stacked = torch.equal(ours.experts.weight1, torch.stack(list(expert_matrices(stocks.experts)[0])))
     assert stacked
-    assert torch.equal(ours.experts.weight2, torch.stack(list(expert_matrices(theirs.experts)[1])))
-    assert torch.equal(ours.router.weight, theirs.router.weight)
+    assert torch.equal(ours.experts.weight2, torch.stack(list(expert_matrices(stocks.experts)[1])))
+    assert torch.equal(ours.router.weight, stocks.router.weight)
 
 
 def test_parity_with_stocks(pair: tuple[Any, Any]) -> None:
@@ -107,11 +107,11 @@ def test_parity_with_stocks(pair: tuple[Any, Any]) -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
     hidden, gradient = draw()
-    found, logged, counted = [], [], []
+    tensors, logged, counted = [], [], []
     for layer in pair:
         destroy_moe_metrics_tracker()
         layer.router.local_tokens_per_expert.zero_()
-        found.append(outcome(layer, hidden, gradient))
+        tensors.append(outcome(layer, hidden, gradient))
         logged.append({name: entry.values.clone() for name, entry in get_moe_metrics_tracker()._metrics.items()})
         counted.append(layer.router.local_tokens_per_expert.clone())
     with torch.no_grad():
@@ -123,8 +123,8 @@ def test_parity_with_stocks(pair: tuple[Any, Any]) -> None:
     for name, values in logged[1].items():
         torch.testing.assert_close(logged[0][name], values, rtol=1e-5, atol=0, msg=name)
     apart = {
-        name: float((one.double() - two.double()).norm() / two.double().norm())
-        for name, one, two in zip(NAMES, *found, strict=True)
+        name: float((our_tensor.double() - stock_tensor.double()).norm() / stock_tensor.double().norm())
+        for name, our_tensor, stock_tensor in zip(NAMES, *tensors, strict=True)
     }
     print(apart)
     assert max(apart.values()) < 1e-2
@@ -147,20 +147,20 @@ def test_the_host_waits_at_most_once_where_experts_are_divided(ranks: int, by: s
         cwd=runs.ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == ranks
-    for each in found:
-        assert each["read"]
-        assert len(each["layer"]) <= most, each["layer"]
+    counts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(counts) == ranks
+    for count in counts:
+        assert count["read"]
+        assert len(count["layer"]) <= most, count["layer"]
 
 
 def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
     hidden, gradient = draw()
     for layer in pair:
         outcome(layer, hidden, gradient)  # what libraries keep from a process's first call is nobody's
-    ours, theirs = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
-    print(f"ours {ours / 2**20:.0f} MiB, stock's {theirs / 2**20:.0f} MiB")
-    assert ours <= theirs
+    ours, stocks = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
+    print(f"ours {ours / 2**20:.0f} MiB, stock's {stocks / 2**20:.0f} MiB")
+    assert ours <= stocks
 
 
 @pytest.mark.parametrize("case", [*CASES, Case(8192, 2, 16, 4)])
@@ -177,9 +177,9 @@ def train(folder: Path, experts: str, *extra: str) -> list[float]:
     record, file = folder / "steps", folder / "megacpp.yaml"
     model = preset("nam56r_tiny")
     file.write_text(yaml.safe_dump({"model": model.name, "backends": {"experts": experts}}))
-    whole = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist")
+    checkpoint = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist")
     words = words_of(
-        model, *whole, *extra, micro_batch_size=4, global_batch_size=8, train_iters=STEPS, learning_rate=1e-3
+        model, *checkpoint, *extra, micro_batch_size=4, global_batch_size=8, train_iters=STEPS, learning_rate=1e-3
     )
     runs.train(words, record, **{plugin_config.VARIABLE: str(file)})
     return [step.losses["lm loss"] for step in read_steps(record)]
@@ -188,7 +188,7 @@ def train(folder: Path, experts: str, *extra: str) -> list[float]:
 def test_a_run_goes_on_with_transformer_engines_experts(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     ours = train(tmp_path / "ours", "megacpp_mcore", "--save", saved, "--save-interval", str(SAVED))
-    theirs = train(tmp_path / "theirs", STOCK, "--load", saved, "--ckpt-step", str(SAVED))
-    assert len(theirs) == STEPS - SAVED
-    assert theirs[0] == pytest.approx(ours[SAVED], rel=1e-4)
-    assert theirs == pytest.approx(ours[SAVED:], rel=5e-3)
+    continued = train(tmp_path / "theirs", STOCK, "--load", saved, "--ckpt-step", str(SAVED))
+    assert len(continued) == STEPS - SAVED
+    assert continued[0] == pytest.approx(ours[SAVED], rel=1e-4)
+    assert continued == pytest.approx(ours[SAVED:], rel=5e-3)

@@ -36,18 +36,18 @@ def model() -> Any:
 
 def test_kernels_change_roundings_only(model: Any) -> None:
     tokens = torch.randint(512, (2, LENGTH), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
-    found = {}
+    all_logits = {}
     with torch.no_grad():
         for kernels in (True, False):
             model.config.kernels = kernels
-            found[kernels] = model(tokens, use_cache=False).logits.float()
+            all_logits[kernels] = model(tokens, use_cache=False).logits.float()
             first = model(tokens[:, :40], use_cache=True)
             pieces = [tokens[:, 40:43], *tokens[:, 43:].split(1, dim=1)]
             rest = [model(piece, past_key_values=first.past_key_values).logits for piece in pieces]
-            found[f"{kernels} in pieces"] = torch.cat([first.logits, *rest], dim=1).float()
+            all_logits[f"{kernels} in pieces"] = torch.cat([first.logits, *rest], dim=1).float()
         exact = copy.deepcopy(model).float()(tokens, use_cache=False).logits
     scale = exact.square().mean().sqrt()
-    errors = {name: float((logits - exact).square().mean().sqrt() / scale) for name, logits in found.items()}
+    errors = {name: float((logits - exact).square().mean().sqrt() / scale) for name, logits in all_logits.items()}
     assert max(errors.values()) < 2 * errors[False], errors
 
 

@@ -66,10 +66,10 @@ def test_operands_are_divided_by_powers_of_two_and_their_transposes_are_the_same
         assert columns.values.shape == (truth.shape[1], -(-len(truth) // 16) * 16)
         assert columns.scale == rows.scale.max()
         assert not columns.values[:, len(truth) :].float().any()
-        found = _values(columns)[:, : len(truth)].T
+        values = _values(columns)[:, : len(truth)].T
         normal = _values(rows).abs() >= float(columns.scale) * 2**-6
-        assert torch.equal(found[normal], _values(rows)[normal])
-        assert float((found - _values(rows)).abs().max()) <= float(columns.scale) * 2**-10
+        assert torch.equal(values[normal], _values(rows)[normal])
+        assert float((values - _values(rows)).abs().max()) <= float(columns.scale) * 2**-10
     left, right = (triton.of_columns(triton.of_rows(tensor)) for tensor in (dy, h))
     truth = _values(left) @ _values(right).T
     for fast, rms in ((False, 4e-3), (True, 4e-2)):
@@ -82,14 +82,14 @@ def test_parity_with_fp64(name: str) -> None:
     inputs = draw(case, "cuda")
     truth = outcome(reference, inputs, torch.float64)
     for dtype in (None, torch.float32, torch.bfloat16):
-        found = outcome(triton.feed_forward, inputs, main_grad=dtype)
+        tensors = outcome(triton.feed_forward, inputs, main_grad=dtype)
         if dtype is torch.bfloat16:  # in which sums of the buffer and small gradients round
-            del found["dw1"], found["dw2"]
-        for result, tensor in found.items():
+            del tensors["dw1"], tensors["dw2"]
+        for result, tensor in tensors.items():
             off = float((tensor.double() - truth[result]).norm() / truth[result].norm())
             assert QUANTIZED[0] * (tensor.numel() > 1000) <= off < QUANTIZED[1], (result, dtype, off)
         if min(case.T, case.D) > 100:
-            assert_same(found, {key: truth[key] for key in found}, ROW)
+            assert_same(tensors, {key: truth[key] for key in tensors}, ROW)
 
 
 def test_the_same_bits_each_time() -> None:
@@ -107,8 +107,8 @@ def test_nothing_waits_and_a_graph_replays(name: str) -> None:
 
 def test_two_steps_are_beside_those_in_bf16(corpus: str, tmp_path: Path) -> None:
     ours, stocks = (
-        runs.two_steps(corpus, tmp_path / way, "feed_forward", way, "mtp_1 loss", fp8=said)
-        for way, said in (("triton_fp8", "MTP feed-forward by triton_fp8"), ("stock", ""))
+        runs.two_steps(corpus, tmp_path / way, "feed_forward", way, "mtp_1 loss", fp8=receipt_line)
+        for way, receipt_line in (("triton_fp8", "MTP feed-forward by triton_fp8"), ("stock", ""))
     )
     assert ours == pytest.approx(stocks, rel=1e-2)
     assert all(our != stock for our, stock in zip(ours, stocks, strict=True))
@@ -117,16 +117,16 @@ def test_two_steps_are_beside_those_in_bf16(corpus: str, tmp_path: Path) -> None
 def test_no_token_at_all_and_one_gradient_alone() -> None:
     inputs = draw(_bf16(CASES["tiny"]), "cuda")
     none = inputs | {name: inputs[name][:0] for name in ("x", "dy")}
-    found = outcome(triton.feed_forward, none)
-    assert found["y"].shape == (0, 1, 128)
-    assert not found["dw1"].any()
-    assert not found["dw2"].any()
-    whole = outcome(triton.feed_forward, inputs)
+    empty = outcome(triton.feed_forward, none)
+    assert empty["y"].shape == (0, 1, 128)
+    assert not empty["dw1"].any()
+    assert not empty["dw2"].any()
+    full = outcome(triton.feed_forward, inputs)
     for leaf in ("x", "w1", "w2"):
-        given = {name: inputs[name].clone().requires_grad_(name == leaf) for name in ("x", "w1", "w2")}
-        y = triton.feed_forward(given["x"], given["w1"], given["w2"])
-        (gradient,) = torch.autograd.grad(y, given[leaf], inputs["dy"])
-        assert torch.equal(gradient, whole[f"d{leaf}"])
+        operands = {name: inputs[name].clone().requires_grad_(name == leaf) for name in ("x", "w1", "w2")}
+        y = triton.feed_forward(operands["x"], operands["w1"], operands["w2"])
+        (gradient,) = torch.autograd.grad(y, operands[leaf], inputs["dy"])
+        assert torch.equal(gradient, full[f"d{leaf}"])
 
 
 @pytest.mark.parametrize("name", ["x", "dy"])
@@ -134,9 +134,9 @@ def test_what_is_not_finite_stays_so(name: str) -> None:
     for wrong in (float("nan"), float("inf")):
         inputs = draw(_bf16(CASES["tiny"]), "cuda")
         inputs[name][3, 0, 5] = wrong
-        found = outcome(triton.feed_forward, inputs)
+        tensors = outcome(triton.feed_forward, inputs)
         results = ("y", "dx", "dw1", "dw2") if name == "x" else ("dx", "dw1", "dw2")
-        assert not any(bool(found[result].isfinite().all()) for result in results)
+        assert not any(bool(tensors[result].isfinite().all()) for result in results)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def watched() -> Iterator[Products]:
 
     def count_grouped(A: Sequence[Any], B: Sequence[Any], layout: str) -> None:
         kinds = {
-            "fp8" if is_fp8(one) else "strange" if isinstance(one, QuantizedTensorStorage) else str(one.dtype)
-            for one in (*A, *B)
+            "fp8" if is_fp8(factor) else "strange" if isinstance(factor, QuantizedTensorStorage) else str(factor.dtype)
+            for factor in (*A, *B)
         }
         if kinds == {"fp8"}:
             products.grouped_fp8[layout] += 1
@@ -150,14 +150,14 @@ def test_the_products_of_the_experts_alone_have_fp8_operands(
     assert products.grouped_bf16 == dict.fromkeys(("TN", "NN", "NT"), each_layer * (4 - layers))
     assert min(products.dense[layout] for layout in ("TN", "NN", "NT")) > 20
 
-    engine = {name: one for name, one in wrapped.module.named_modules() if isinstance(one, TransformerEngineBaseModule)}
-    in_fp8 = {name for name, one in engine.items() if one.fp8}
+    engine = {name: m for name, m in wrapped.module.named_modules() if isinstance(m, TransformerEngineBaseModule)}
+    in_fp8 = {name for name, m in engine.items() if m.fp8}
     expected = {f"decoder.layers.{index}.mlp.experts.linear_fc{half}" for index in (1, 5, 7) for half in (1, 2)}
     assert in_fp8 == (expected if layers else set())
     assert len(engine) > len(expected) + 20
-    for name, one in engine.items():
-        quantizers = [each for found in one.quantizers.values() for each in found]
-        kinds = {type(each) for each in quantizers if each is not None}
+    for name, module in engine.items():
+        quantizers = [quantizer for group in module.quantizers.values() for quantizer in group]
+        kinds = {type(quantizer) for quantizer in quantizers if quantizer is not None}
         assert kinds == ({Float8BlockQuantizer} if name in in_fp8 else set()), name
     gradients = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "experts.linear" in name}
     assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients.values())
@@ -176,10 +176,10 @@ def pair(process: None) -> tuple[Any, Any]:
     without.quant_recipe = None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     built = []
-    for one in (config, without):
-        spec = expert_layer_spec(one, parts_for(one), Dispatcher({"experts": STOCK}))
+    for precision in (config, without):
+        spec = expert_layer_spec(precision, parts_for(precision), Dispatcher({"experts": STOCK}))
         submodules = spec.submodules.mlp.keywords["submodules"]
-        built.append(submodules.experts(16, one, pg_collection=groups, name="decoder.layers.1.mlp.experts"))
+        built.append(submodules.experts(16, precision, pg_collection=groups, name="decoder.layers.1.mlp.experts"))
     ours, plain = built
     ours.set_layer_number(2)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def outcome(
 ) -> list[torch.Tensor]:
     """Output, and gradients of input, probabilities, and weights (fc1, then fc2, ``[N, out, in]``)."""
     experts.set_is_first_microbatch()  # or the FP8 copies of the weights are those of an earlier call
-    hidden_TD, probs_T = (one.clone().requires_grad_() for one in inputs[:2])
+    hidden_TD, probs_T = (tensor.clone().requires_grad_() for tensor in inputs[:2])
     output_TD, bias = (forward or experts)(hidden_TD, torch.tensor(rows), probs_T)
     assert bias is None
     output_TD.backward(inputs[2])  # and no autograd.grad, which Megatron's checkpoint function refuses
@@ -218,17 +218,17 @@ def outcome(
 
 def truth(experts: Any, rows: Sequence[int], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same in float64, expert by expert."""
-    hidden_TD, probs_T = (one.double().requires_grad_() for one in inputs[:2])
+    hidden_TD, probs_T = (tensor.double().requires_grad_() for tensor in inputs[:2])
     first, second = (
         [getattr(linear, f"weight{index}").detach().double().requires_grad_() for index in range(len(rows))]
         for linear in (experts.linear_fc1, experts.linear_fc2)
     )
     gelu = torch.nn.functional.gelu
     parts = zip(hidden_TD.split(rows), probs_T.split(rows), first, second, strict=True)
-    output_TD = torch.cat([(gelu(x @ one.T) * p[:, None]) @ two.T for x, p, one, two in parts])
-    found = torch.autograd.grad(output_TD, [hidden_TD, probs_T, *first, *second], inputs[2].double())
+    output_TD = torch.cat([(gelu(x @ fc1.T) * p[:, None]) @ fc2.T for x, p, fc1, fc2 in parts])
+    grads = torch.autograd.grad(output_TD, [hidden_TD, probs_T, *first, *second], inputs[2].double())
     half = len(rows) + 2
-    return [output_TD.detach(), *found[:2], torch.stack(found[2:half]), torch.stack(found[half:])]
+    return [output_TD.detach(), *grads[:2], torch.stack(grads[2:half]), torch.stack(grads[half:])]
 
 
 def rms(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -260,20 +260,20 @@ def test_padding_changes_no_row_and_an_expert_without_rows_has_no_gradient(pair:
     """The rows of each expert followed by zeros up to 16 are what is padded: the same products, bit for bit."""
     ours, _ = pair
     inputs = draw(ROWS)
-    found = outcome(ours, ROWS, inputs)
+    actual = outcome(ours, ROWS, inputs)
     aligned = [-(-rows // 16) * 16 for rows in ROWS]
     filled = [
         torch.cat([torch.cat([part, part.new_zeros(more - len(part), *part.shape[1:])]) for part, more in parts])
-        for parts in (zip(one.split(ROWS), aligned, strict=True) for one in inputs)
+        for parts in (zip(tensor.split(ROWS), aligned, strict=True) for tensor in inputs)
     ]
     expected = outcome(ours, aligned, filled)
     kept = torch.cat([torch.arange(more) < rows for rows, more in zip(ROWS, aligned, strict=True)]).cuda()
-    for one, other in zip(found[:3], expected[:3], strict=True):
-        assert torch.equal(one, other[kept])
-    for one, other in zip(found[3:], expected[3:], strict=True):
-        assert torch.equal(one, other)
+    for tensor, other in zip(actual[:3], expected[:3], strict=True):
+        assert torch.equal(tensor, other[kept])
+    for tensor, other in zip(actual[3:], expected[3:], strict=True):
+        assert torch.equal(tensor, other)
         for index, rows in enumerate(ROWS):
-            assert bool(one[index].any()) is (rows > 0), index
+            assert bool(tensor[index].any()) is (rows > 0), index
 
 
 def test_recompute_repeats_what_the_forward_pass_did(pair: tuple[Any, Any]) -> None:
@@ -283,9 +283,9 @@ def test_recompute_repeats_what_the_forward_pass_did(pair: tuple[Any, Any]) -> N
     inputs = draw(ROWS)
     expected = outcome(ours, ROWS, inputs)
     with watched() as products:
-        found = outcome(ours, ROWS, inputs, recomputed(ours.forward))
+        actual = outcome(ours, ROWS, inputs, recomputed(ours.forward))
     assert products.grouped_fp8 == {"TN": 4, "NN": 2, "NT": 2}
-    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * 5
+    assert [torch.equal(tensor, other) for tensor, other in zip(actual, expected, strict=True)] == [True] * 5
 
 
 STEPS, SAVED = 20, 10
@@ -318,7 +318,7 @@ def saved(train: Callable[..., list[float]], tmp_path_factory: pytest.TempPathFa
 
 def worst(found: Sequence[float], expected: Sequence[float]) -> float:
     """The largest difference of a step's losses, as a share of the loss."""
-    return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+    return max(abs(loss - other) / other for loss, other in zip(found, expected, strict=True))
 
 
 def test_losses_stay_beside_those_of_bf16(train: Callable[..., list[float]], saved: tuple[str, list[float]]) -> None:

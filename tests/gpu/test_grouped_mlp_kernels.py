@@ -54,8 +54,8 @@ ROW = 0.3
 
 def _same_in_fp8(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
     for name, expected in truth.items():
-        whole = float((found[name].double() - expected).norm() / expected.norm())
-        assert QUANTIZED[0] < whole < QUANTIZED[1], (name, whole)
+        error = float((found[name].double() - expected).norm() / expected.norm())
+        assert QUANTIZED[0] < error < QUANTIZED[1], (name, error)
     assert_same(found, truth, ROW)
 
 
@@ -66,17 +66,17 @@ def _same_in_fp8(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor])
 def test_fp8(name: str) -> None:
     case = CASES[name]
     inputs = draw(case, "cuda")
-    found = outcome(fp8.routed_mlp, case, inputs)
+    outputs = outcome(fp8.routed_mlp, case, inputs)
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
-    _same_in_fp8(found, truth)
-    for each, tensor in outcome(fp8.routed_mlp, case, inputs).items():
-        assert torch.equal(tensor, found[each]), each
+    _same_in_fp8(outputs, truth)
+    for key, tensor in outcome(fp8.routed_mlp, case, inputs).items():
+        assert torch.equal(tensor, outputs[key]), key
     added = [outcome_added(fp8.routed_mlp, case, inputs) for _ in range(2)]
     _same_in_fp8(added[0], truth)
-    assert all(torch.equal(tensor, added[1][each]) for each, tensor in added[0].items())
-    found = outcome_of_rows(fp8.grouped_mlp, case, inputs)
-    _same_in_fp8(found, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
-    dropped = dict(found, y=found["y"].index_fill(0, torch.tensor([5], device="cuda"), 0))
+    assert all(torch.equal(tensor, added[1][key]) for key, tensor in added[0].items())
+    outputs = outcome_of_rows(fp8.grouped_mlp, case, inputs)
+    _same_in_fp8(outputs, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
+    dropped = dict(outputs, y=outputs["y"].index_fill(0, torch.tensor([5], device="cuda"), 0))
     with pytest.raises(AssertionError, match=r"y: row \(5,\)"):
         _same_in_fp8(dropped, outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64))
 
@@ -93,7 +93,7 @@ def test_fp8_keeps_quantised_weights_until_a_step() -> None:
     first = run(w1, w2)
     made = [quantised_weights._copies[weight].made for weight in weights]
     assert torch.equal(run(w1, w2), first)
-    assert all(quantised_weights._copies[weight].made is one for weight, one in zip(weights, made, strict=True))
+    assert all(quantised_weights._copies[weight].made is copy for weight, copy in zip(weights, made, strict=True))
     for weight, name in zip(
         weights, ("w1", "w2"), strict=True
     ):  # as the distributed optimizer does: no version counts it
@@ -107,11 +107,11 @@ def test_parity_with_fp64(case: Case) -> None:
     inputs = draw(case, "cuda")
     truth = outcome(reference.routed_mlp, case, inputs, torch.float64)
     plain = outcome(eager, case, inputs)
-    found = outcome(routed_mlp, case, inputs)
-    assert {name: tensor.dtype for name, tensor in found.items()} == {
+    outputs = outcome(routed_mlp, case, inputs)
+    assert {name: tensor.dtype for name, tensor in outputs.items()} == {
         name: case.prob_dtype if name == "dprobs" else case.dtype for name in truth
     }
-    assert_same(found, truth, RMS, inputs["routing"], plain)
+    assert_same(outputs, truth, RMS, inputs["routing"], plain)
     assert_same(outcome_added(routed_mlp, case, inputs), truth, RMS, inputs["routing"], plain)
     truth = outcome_of_rows(reference.grouped_mlp, case, inputs, torch.float64)
     plain = outcome_of_rows(eager_rows, case, inputs)
@@ -123,12 +123,12 @@ def test_no_row_at_all() -> None:
     inputs = draw(case, "cuda")
     inputs |= {name: inputs[name][:0] for name in ("x", "dy", "routing", "probs")}
     for module in (triton, fp8) if torch.cuda.get_device_capability() == CAPABILITY else (triton,):
-        found = outcome(module.routed_mlp, case, inputs)
+        outputs = outcome(module.routed_mlp, case, inputs)
         assert not any(
             outcome_of_rows(module.grouped_mlp, case, inputs)[name].count_nonzero() for name in ("dw1", "dw2")
         )
-        assert found["y"].shape == (0, 64)
-        assert not any(found[name].count_nonzero() for name in ("dw1", "dw2"))
+        assert outputs["y"].shape == (0, 64)
+        assert not any(outputs[name].count_nonzero() for name in ("dw1", "dw2"))
         elsewhere = Case(T=16, D=64, F=64, E=4, ranks=2, topk=2, routing="same")
         assert not any(
             tensor.count_nonzero() for tensor in outcome(module.routed_mlp, elsewhere, draw(elsewhere, "cuda")).values()
@@ -139,8 +139,8 @@ def test_a_token_of_another_number_of_experts_is_nan() -> None:
     case = CASES["natural skew"]
     inputs = draw(case, "cuda")
     inputs["routing"][7], inputs["routing"][-1] = True, False
-    found = outcome(routed_mlp, case, inputs)
-    assert all(found[name][[7, -1]].isnan().all() for name in ("y", "dx"))
+    outputs = outcome(routed_mlp, case, inputs)
+    assert all(outputs[name][[7, -1]].isnan().all() for name in ("y", "dx"))
     fewer = outcome(routed_mlp, replace(case, ranks=2), inputs)
     assert all(fewer[name][7].isnan().all() for name in ("y", "dx"))
     assert not any(fewer[name][-1].count_nonzero() for name in ("y", "dx"))
@@ -169,8 +169,8 @@ def test_the_same_bits_each_time() -> None:
 def test_nothing_waits_and_a_graph_replays(fn: Callable[..., torch.Tensor], name: str) -> None:
     case = CASES[name]
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
-    given = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
-    assert_replays(lambda: outcome(fn, case, inputs), *given)
+    operands = [[drawn[name] for name in (*LEAVES, "dy", "routing")] for drawn in (inputs, others)]
+    assert_replays(lambda: outcome(fn, case, inputs), *operands)
 
 
 def test_rows_of_counts_on_the_device_replay() -> None:

@@ -78,10 +78,10 @@ def test_strided_inputs() -> None:
 def test_65536_rows() -> None:
     S = 65536
     inputs = draw(S, B=1, H=4, device="cuda")
-    found = {}
-    used = peak(lambda: found.update(index=fused.select(*inputs, 256)))
+    selected = {}
+    used = peak(lambda: selected.update(index=fused.select(*inputs, 256)))
     assert used <= 5 * fused.SCRATCH + S * 256 * 4 + 2**20
-    index = found["index"]
+    index = selected["index"]
     for rows in (slice(0, 300), slice(30000, 30064), slice(S - 64, S)):
         part = reference.score_block(inputs[0][rows].double(), inputs[1].double(), inputs[2][rows].double())
         expected = reference.causal_topk(part, 256, first_row=rows.start)
@@ -108,15 +108,15 @@ def test_gradient(S: int, topk: int, H: int, dtype: torch.dtype) -> None:
         index[..., 0] = 0
     index[1, 5] = -1
     target = draw_target(index)
-    found = fused.indexer_grad(*inputs, index, target, 700.0)
+    outputs = fused.indexer_grad(*inputs, index, target, 700.0)
     if topk > 1:
-        assert_gradients(found, inputs, index, target, 700.0)
+        assert_gradients(outputs, inputs, index, target, 700.0)
     if torch.are_deterministic_algorithms_enabled():
         for _ in range(10):
-            assert all(map(torch.equal, fused.indexer_grad(*inputs, index, target, 700.0), found))
-    assert torch.equal(found[1][7, 0], torch.zeros_like(found[1][7, 0]))
-    assert torch.equal(found[1][5, 1], torch.zeros_like(found[1][5, 1]))
-    assert torch.equal(found[3][7, 0], torch.zeros_like(found[3][7, 0]))
+            assert all(map(torch.equal, fused.indexer_grad(*inputs, index, target, 700.0), outputs))
+    assert torch.equal(outputs[1][7, 0], torch.zeros_like(outputs[1][7, 0]))
+    assert torch.equal(outputs[1][5, 1], torch.zeros_like(outputs[1][5, 1]))
+    assert torch.equal(outputs[3][7, 0], torch.zeros_like(outputs[3][7, 0]))
 
 
 @pytest.mark.usefixtures("_order")
@@ -164,17 +164,17 @@ def test_chunks_select_what_pytorch_scores_select(
     hides = draw_rules(S, T, device="cuda")[rule]
     for exact in (False, True):
         indexer = chunked.Indexer(*draw(S, D=D, T=T, device="cuda", exact=exact))
-        found = []
+        selections = []
         for kernel in (True, False):
             with monkeypatch.context() as patch:
                 if not kernel:
                     patch.setattr(chunked, "_runs_kernels", lambda device: False)
                 assert indexer.by_kernel == kernel
-                found.append((*chunked.select(indexer, topk, hides), chunked.indexer_scores(indexer, hides)))
-        (ours_best, ours, ours_score), (best, index, score) = found
+                selections.append((*chunked.select(indexer, topk, hides), chunked.indexer_scores(indexer, hides)))
+        (ours_best, ours, ours_score), (best, index, score) = selections
         assert_same_selection(ours, index, score)
-        for have, want in ((ours_best, best), (ours_score, score)):
-            torch.testing.assert_close(have, want, rtol=1e-5, atol=0 if exact else 1e-5)
+        for selected, expected in ((ours_best, best), (ours_score, score)):
+            torch.testing.assert_close(selected, expected, rtol=1e-5, atol=0 if exact else 1e-5)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -196,15 +196,15 @@ def test_the_sparse_loss_and_its_gradients_are_pytorchs(
         torch.tensor(700.0, device="cuda"),
         (torch.arange(2 * S, device="cuda") % 7 > 0).view(2, S).float(),
     )
-    found = []
+    outputs = []
     for kernel in (True, False):
         with monkeypatch.context() as patch:
             if not kernel:
                 patch.setattr(chunked, "_runs_kernels", lambda device: False)
             assert attention.by_kernel(keys) == kernel == indexer.learns_by_kernel
             loss_BS = chunked.sparse_divergence(attention, best_BSN, index_BSN, keys)
-            found.append((loss_BS, *chunked.sparse_backward(indexer, attention, index_BSN, keys, weight, rows_BS)))
-    for name, ours, plain in zip(("loss", "dq", "dw", "dk"), *found, strict=True):
+            outputs.append((loss_BS, *chunked.sparse_backward(indexer, attention, index_BSN, keys, weight, rows_BS)))
+    for name, ours, plain in zip(("loss", "dq", "dw", "dk"), *outputs, strict=True):
         assert ours.dtype == plain.dtype
         assert_parity(ours, plain.double(), rms=1e-4 if name == "loss" else 1e-2, name=name)
 
@@ -232,13 +232,13 @@ def test_the_dense_loss_and_its_gradients_are_pytorchs(
 
     assert attention.by_kernel(keys)
     assert indexer.by_kernel
-    found = run()
+    outputs = run()
     with without_waiting():
         again = run()
     bytes_of_pairs = 2 * S * S * 4
     assert peak(run) < 8 * bytes_of_pairs
     monkeypatch.setattr(chunked, "_runs_kernels", lambda device: False)
-    for name, ours, same, plain in zip(("loss", "loss again", "dq", "dw", "dk"), found, again, run(), strict=True):
+    for name, ours, same, plain in zip(("loss", "loss again", "dq", "dw", "dk"), outputs, again, run(), strict=True):
         assert ours.dtype == plain.dtype
         assert torch.equal(ours, same), name
         assert_parity(ours, plain.double(), rms=1e-4 if name.startswith("loss") else 1e-2, name=name)

@@ -63,9 +63,9 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
     words = [word for word in words if word not in ("--spec", "megacpp_mcore", "nam56r_tiny")]
     decided = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDNN_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in decided}
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
     environment |= {"WORLD_SIZE": str(tensor), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks = [
@@ -75,10 +75,10 @@ def test_cuda_obeys_the_policy_s_variables(tmp_path: Path, tensor: int) -> None:
         )
         for rank in range(tensor)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * tensor, said[0][-3000:]
-    connections, milliseconds, expandable = json.loads(said[0].partition("seen ")[2].splitlines()[0])
-    assert connections == ("1" if tensor > 1 else None), said[0]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * tensor, outputs[0][-3000:]
+    connections, milliseconds, expandable = json.loads(outputs[0].partition("seen ")[2].splitlines()[0])
+    assert connections == ("1" if tensor > 1 else None), outputs[0]
     assert (milliseconds > 20) == (tensor > 1)
     assert expandable
     assert all(expandable)

@@ -49,7 +49,7 @@ def test_the_stream_is_the_current_one() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(2**30)
-        found = twice(x)
+        doubled = twice(x)
         assert not side.query()
         side.synchronize()
     torch.cuda._sleep(2**30)
@@ -57,14 +57,14 @@ def test_the_stream_is_the_current_one() -> None:
         assert torch.equal(twice(x), 2 * x)  # which waits for this stream alone
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
-    assert torch.equal(found, 2 * x)
+    assert torch.equal(doubled, 2 * x)
 
 
 @pytest.mark.usefixtures("direct")
 def test_a_graph_replays() -> None:
     first, second = drawn(1024), drawn(1024)
-    (found,) = replayed(lambda: [twice(first)], [first], [second])
-    assert torch.equal(found, 2 * second)
+    (doubled,) = replayed(lambda: [twice(first)], [first], [second])
+    assert torch.equal(doubled, 2 * second)
 
 
 def test_tensors_of_a_cpu_are_refused() -> None:

@@ -28,8 +28,8 @@ def test_a_training_that_has_saved(corpus: str, tmp_path: Path, how: tuple[str, 
     )  # fmt: skip
     with started([*runs.LAUNCH[3:], "--", *words], "successfully saved checkpoint") as training:
         os.kill(training.pid, sent)
-        said, _ = training.communicate(timeout=END_S)  # as long as anything holds the output
-        assert training.returncode == (0 if sent == signal.SIGTERM else -sent), said[-6000:]
+        output, _ = training.communicate(timeout=END_S)  # as long as anything holds the output
+        assert training.returncode == (0 if sent == signal.SIGTERM else -sent), output[-6000:]
     if sent == signal.SIGTERM:
         last = int((saved / "latest_checkpointed_iteration.txt").read_text())
         assert (receipts.read(saved / "observe")["status"], read_steps(saved / "observe")[-1].step) == ("stopped", last)

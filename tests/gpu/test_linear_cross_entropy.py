@@ -75,10 +75,10 @@ def in_float64(inputs: Inputs) -> Inputs:
 def assert_same(found: list[torch.Tensor], truth: list[torch.Tensor], peer: list[torch.Tensor], rms: float) -> None:
     # Where a few numbers are rounded in float32 the peer may be right by chance; in 16 bits, with many, that says something.
     factor = 2.0 if found[1].dtype != torch.float32 and len(found[0]) > 1 else None
-    for name, have, want, other in zip(("loss", "hidden", "weight"), found, truth, peer, strict=True):
-        rows = (tensor if tensor.dim() > 1 else tensor[:, None] for tensor in (have, want, other))
-        have, want, other = rows
-        assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
+    for name, actual, expected, other in zip(("loss", "hidden", "weight"), found, truth, peer, strict=True):
+        rows = (tensor if tensor.dim() > 1 else tensor[:, None] for tensor in (actual, expected, other))
+        actual, expected, other = rows
+        assert_parity(actual, expected, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
 
 
 def masked(inputs: Inputs) -> tuple[Inputs, torch.Tensor]:
@@ -94,13 +94,13 @@ def test_parity(N: int, H: int, V: int, dtype: torch.dtype, rms: float) -> None:
     """Gradients as the backward pass makes them, and as the forward pass does; in one chunk and in several; the same twice."""
     inputs, mask = masked(draw(N, H, V, dtype))
     truth, peer = outcome(eager, in_float64(inputs)), outcome(eager, inputs)
-    for known in ({}, {"token_weight": mask}):
+    for weights in ({}, {"token_weight": mask}):
         for chunk in (None, 1000):
-            options = {"token_chunk": chunk} | known
+            options = {"token_chunk": chunk} | weights
             for run in (partial(outcome, ours), accumulated):
-                found = run(inputs, **options)
-                assert_same(found, truth, peer, rms)
-                assert all(map(torch.equal, found, run(inputs, **options)))
+                outputs = run(inputs, **options)
+                assert_same(outputs, truth, peer, rms)
+                assert all(map(torch.equal, outputs, run(inputs, **options)))
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -115,11 +115,9 @@ def test_vocabulary_over_ranks(known: bool, tmp_path: Path) -> None:
     try:
         for sequence_parallel in (False, True):
             shards = VocabShards(distributed.group.WORLD, sequence_parallel)
-            found = outcome(ours, inputs, shards=shards, **options)
-            for have, want in zip(found, expected, strict=True):
-                assert_parity(
-                    have if have.dim() > 1 else have[:, None], want if want.dim() > 1 else want[:, None], rms=4e-3
-                )
+            outputs = outcome(ours, inputs, shards=shards, **options)
+            for out, ref in zip(outputs, expected, strict=True):
+                assert_parity(out if out.dim() > 1 else out[:, None], ref if ref.dim() > 1 else ref[:, None], rms=4e-3)
     finally:
         distributed.destroy_process_group()
 
@@ -151,26 +149,26 @@ def test_nothing_waits_for_the_device_and_a_graph_replays(known: bool) -> None:
         outcome(ours, inputs, **options)
         accumulated(inputs, **options)
     captured = replayed(lambda: outcome(ours, inputs, **options), (*inputs, mask), (*others, mask.flip(0)))
-    for have, want in zip(captured, outcome(ours, inputs, **options), strict=True):
-        assert_parity(have, want, rms=5e-3)
+    for actual, expected in zip(captured, outcome(ours, inputs, **options), strict=True):
+        assert_parity(actual, expected, rms=5e-3)
 
 
 def test_at_the_size_of_the_model() -> None:
     """8192 × 3584 × 65536 in bfloat16: what is held beside inputs and main_grad, the gradients that are returned counted in."""
     inputs, mask = masked(draw(8192, 3584, 65536, torch.bfloat16))
-    known = {"token_weight": mask}
+    weights = {"token_weight": mask}
     outcome(ours, draw(64, 64, 64, torch.bfloat16))  # the libraries' workspaces
     buffer = 4 * 65536 * 3584
     assert peak(lambda: outcome(eager, inputs)) > 8192 * 65536 * (2 + 4)  # logits in bfloat16 and float32
     assert peak(lambda: outcome(ours, inputs)) <= 1.1e9
-    assert peak(lambda: outcome(ours, inputs, **known)) <= 1.7e9
+    assert peak(lambda: outcome(ours, inputs, **weights)) <= 1.7e9
     assert peak(lambda: accumulated(inputs)) - buffer <= 0.65e9
-    assert peak(lambda: accumulated(inputs, **known)) - buffer <= 1.2e9
+    assert peak(lambda: accumulated(inputs, **weights)) - buffer <= 1.2e9
     peer, truth = outcome(eager, inputs), outcome(eager, in_float64(inputs))
-    for found in (
+    for outputs in (
         outcome(ours, inputs),
-        outcome(ours, inputs, **known),
+        outcome(ours, inputs, **weights),
         accumulated(inputs),
-        accumulated(inputs, **known),
+        accumulated(inputs, **weights),
     ):
-        assert_same(found, truth, peer, 5e-3)
+        assert_same(outputs, truth, peer, 5e-3)

@@ -44,17 +44,17 @@ def test_a_window_is_the_references(S: int, window: int, lengths: tuple[int, ...
         options["seq_idx"] = seq_idx_from_cu_seqlens(bounds, S).expand(2, S).contiguous()
     assert sdpa.fused_backend(*inputs[:3], **options) == SDPBackend.FLASH_ATTENTION  # type: ignore[arg-type]
     options["softmax_scale"] = SCALE
-    found, expected = outcome(sdpa.sdpa_attention, inputs, **options), truth(inputs, **options)
+    outputs, expected = outcome(sdpa.sdpa_attention, inputs, **options), truth(inputs, **options)
     few = slice(16, None)  # of the first rows dq is next to nothing: see test_mla_core_attention.py
-    for name, have, want in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+    for name, actual, want in zip(("o", "dq", "dk", "dv"), outputs, expected, strict=True):
         if window == 0 and name in ("dq", "dk"):  # a softmax over one key
-            assert float(have.abs().max()) < 1e-2
+            assert float(actual.abs().max()) < 1e-2
             continue
         rows = few if name == "dq" else slice(None)
-        error = (have[rows].double() - want[rows]).norm() / want[rows].norm()
+        error = (actual[rows].double() - want[rows]).norm() / want[rows].norm()
         assert float(error) < 1e-2, name
         if name in ("o", "dv"):
-            assert_parity(have, want, rms=1.5e-2, name=name)
+            assert_parity(actual, want, rms=1.5e-2, name=name)
 
 
 def test_a_window_makes_nobody_wait_and_is_captured() -> None:
@@ -69,8 +69,8 @@ def test_a_window_makes_nobody_wait_and_is_captured() -> None:
     with without_waiting():
         both()
     expected = outcome(sdpa.sdpa_attention, others, softmax_scale=SCALE, window=99)
-    for have, want in zip(replayed(both, inputs, others), expected, strict=True):
-        torch.testing.assert_close(have, want)
+    for actual, want in zip(replayed(both, inputs, others), expected, strict=True):
+        torch.testing.assert_close(actual, want)
 
 
 def test_a_window_stores_no_scores() -> None:
@@ -91,10 +91,10 @@ def test_a_window_stores_no_scores() -> None:
 )
 def test_mamba_3_in_blocks_of_time_is_the_whole(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_tensors(case)
-    whole = with_gradients(fused.mamba3, case, tensors)
+    at_once = with_gradients(fused.mamba3, case, tensors)
     monkeypatch.setattr(fused.Plan, "block", 256)
-    for name, have in with_gradients(fused.mamba3, case, tensors).items():
-        error = (have.double() - whole[name].double()).norm() / whole[name].double().norm()
+    for name, blockwise in with_gradients(fused.mamba3, case, tensors).items():
+        error = (blockwise.double() - at_once[name].double()).norm() / at_once[name].double().norm()
         assert float(error) < 1e-2, name
     assert_same_bits(lambda: with_gradients(fused.mamba3, case, tensors), 3)
 
@@ -105,8 +105,8 @@ def test_what_is_kept_changes_no_bit_in_blocks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fused.Plan, "block", 256)
     expected = with_gradients(fused.mamba3, case, tensors)
     for op in (fused.mamba3_keep_scan, fused.mamba3_keep_all):
-        for name, have in with_gradients(op, case, tensors).items():
-            assert torch.equal(have, expected[name]), name
+        for name, tensor in with_gradients(op, case, tensors).items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 def test_the_scratch_of_mamba_3_does_not_grow_with_the_row() -> None:
@@ -147,9 +147,9 @@ def test_a_selection_by_near_scores_is_the_references(
 @pytest.mark.parametrize("topk", [256, 2048])
 def test_a_selection_of_long_rows_is_that_of_short_ones(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = indexer_case.draw(40_000, B=1, device="cuda")
-    found = indexer.select(*inputs, topk)
+    selected = indexer.select(*inputs, topk)
     monkeypatch.setattr(indexer, "LONG_ROW", 10**9)
-    assert torch.equal(found, indexer.select(*inputs, topk))
+    assert torch.equal(selected, indexer.select(*inputs, topk))
 
 
 @pytest.mark.slow

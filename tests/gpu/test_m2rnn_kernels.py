@@ -75,5 +75,5 @@ def test_nan_of_a_key_or_of_the_gate_at_the_start_of_a_document_stays_nan(gate: 
 def test_nothing_waits_and_a_graph_replays() -> None:
     case = Case(S=601, documents=True)
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
-    given = [[*drawn["leaves"].values(), *drawn["cotangents"]] for drawn in (inputs, others)]
-    assert_replays(lambda: outcome(m2rnn, case, inputs), *given)
+    operands = [[*drawn["leaves"].values(), *drawn["cotangents"]] for drawn in (inputs, others)]
+    assert_replays(lambda: outcome(m2rnn, case, inputs), *operands)

@@ -115,10 +115,10 @@ def test_nan_stays_nan() -> None:
     inputs(case, tensors["u"])["dd_A"][20, 0, 1] = float("nan")
     actual = with_gradients(fused.mamba3, case, tensors)
     for name, expected in with_gradients(ref.mamba3, case, tensors).items():
-        found, wanted = actual[name].isnan(), expected.isnan()
+        nans, expected_nans = actual[name].isnan(), expected.isnan()
         if name.startswith("d"):  # of the whole chunk where the reference's are of the tokens before
-            found = found & wanted
-        assert torch.equal(found, wanted), name
+            nans = nans & expected_nans
+        assert torch.equal(nans, expected_nans), name
 
 
 @pytest.mark.parametrize("op", [fused.mamba3, fused.mamba3_keep_all], ids=["recomputed", "kept"])

@@ -61,9 +61,9 @@ def test_operands_are_scaled_to_the_largest_value_and_products_are_those_of_the_
         columns = triton.of_columns(tensor, largest)
         assert not columns.values[:, len(tensor) :].float().any()
         assert columns.values.shape[1] == -(-len(tensor) // 16) * 16
-        for found in (_values(rows), _values(columns)[:, : len(tensor)].T):
+        for values in (_values(rows), _values(columns)[:, : len(tensor)].T):
             least = float(tensor.abs().amax()) * 2**-18  # half of E4M3's smallest, scaled
-            assert ((found - tensor.double()).abs() <= tensor.double().abs() / 15 + least).all()
+            assert ((values - tensor.double()).abs() <= tensor.double().abs() / 15 + least).all()
         assert (rows.values.float().abs().amax(1) == 448).all()
         for block in columns.values.float().abs().split(triton.BLOCK):
             assert block.amax() == 448
@@ -72,11 +72,11 @@ def test_operands_are_scaled_to_the_largest_value_and_products_are_those_of_the_
     assert largest_dy is not None
     assert largest_x is not None
     gradient = triton.of_columns(dy, largest_dy), triton.of_columns(x, largest_x)
-    _, _, back, back_scale = (one[0] for one in fp8.kept(inputs["weight"], case.rows))
-    for one, other in ((left, fp8.Scaled(back, back_scale)), gradient):
-        truth = _values(one) @ _values(other).T
-        assert _off(triton.product(one, other, fast=False), truth) < 4e-3
-        assert _off(triton.product(one, other, fast=True), truth) < 4e-2
+    _, _, back, back_scale = (kept_pair[0] for kept_pair in fp8.kept(inputs["weight"], case.rows))
+    for a, b in ((left, fp8.Scaled(back, back_scale)), gradient):
+        truth = _values(a) @ _values(b).T
+        assert _off(triton.product(a, b, fast=False), truth) < 4e-3
+        assert _off(triton.product(a, b, fast=True), truth) < 4e-2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,20 +86,20 @@ def test_parity_with_fp64(name: str, way: str) -> None:
     inputs = draw(case, "cuda")
     truth = outcome(exact, case, inputs, torch.float64)
     for dtype in (None, torch.float32, torch.bfloat16):
-        found = outcome(BOTH[way], case, inputs, main_grad=dtype)
+        outputs = outcome(BOTH[way], case, inputs, main_grad=dtype)
         if dtype is torch.bfloat16:  # in which sums of the buffer and small gradients round
-            del found["dweight"]
-        for result, tensor in found.items():
+            del outputs["dweight"]
+        for result, tensor in outputs.items():
             in_fp8 = {"wide": True, "dx": True, "dweight": way == "all in FP8"}.get(result, False)
             least, most = QUANTIZED if in_fp8 else (0.0, ROUNDED)
             if result == "dweight" and in_fp8:  # its first rows are; of one token each value is one product
                 tensor, expected = tensor[: case.rows], truth[result][: case.rows]
-                assert _off(found[result][case.rows :], truth[result][case.rows :]) < ROUNDED
+                assert _off(outputs[result][case.rows :], truth[result][case.rows :]) < ROUNDED
             else:
                 expected = truth[result]
             assert least * (tensor.numel() > 1000) <= _off(tensor, expected) < most, (result, dtype)
         if min(case.T, case.D) > 100:
-            assert_same(found, {key: truth[key] for key in found}, ROW)
+            assert_same(outputs, {key: truth[key] for key in outputs}, ROW)
 
 
 @pytest.mark.parametrize("way", BOTH)
@@ -141,7 +141,7 @@ def test_a_graph_reads_weights_that_are_renewed_once_a_step() -> None:
         quantised_weights.renew([weight])
     graph.replay()
     expected = triton.project(inputs["x"], others["weight"], None, case.rows)
-    assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
+    assert all(torch.equal(replayed_tensor, other) for replayed_tensor, other in zip(captured, expected, strict=True))
     assert quantised_weights._copies[weight].made[0].data_ptr() == graph_reads
 
 
@@ -151,9 +151,9 @@ def test_two_steps_are_beside_those_in_bf16(corpus: str, tmp_path: Path) -> None
 
     in_bf16 = losses("torch", "")
     for way in ("triton_fp8", "triton_fp8_gradient_bf16"):
-        found = losses(way, f"Mamba input projections by {way}")
-        assert found == pytest.approx(in_bf16, rel=1e-2)
-        assert found != in_bf16
+        in_fp8 = losses(way, f"Mamba input projections by {way}")
+        assert in_fp8 == pytest.approx(in_bf16, rel=1e-2)
+        assert in_fp8 != in_bf16
 
 
 def test_no_token_at_all_and_one_gradient_alone() -> None:
@@ -161,15 +161,15 @@ def test_no_token_at_all_and_one_gradient_alone() -> None:
     inputs = draw(case, "cuda")
     none = inputs | {name: inputs[name][:0] for name in ("x", "dwide", "dnarrow")}
     for op in BOTH.values():
-        found = outcome(op, case, none)
-        assert found["wide"].shape == (0, 1, case.rows)
-        assert not found["dweight"].any()
-        whole = outcome(op, case, inputs)
+        empty = outcome(op, case, none)
+        assert empty["wide"].shape == (0, 1, case.rows)
+        assert not empty["dweight"].any()
+        full = outcome(op, case, inputs)
         for leaf in ("x", "weight"):
-            given = {name: inputs[name].clone().requires_grad_(name == leaf) for name in ("x", "weight")}
-            outputs = op(given["x"], given["weight"], None, case.rows)
-            (gradient,) = torch.autograd.grad(outputs, given[leaf], [inputs["dwide"], inputs["dnarrow"]])
-            assert torch.equal(gradient, whole[f"d{leaf}"])
+            operands = {name: inputs[name].clone().requires_grad_(name == leaf) for name in ("x", "weight")}
+            outputs = op(operands["x"], operands["weight"], None, case.rows)
+            (gradient,) = torch.autograd.grad(outputs, operands[leaf], [inputs["dwide"], inputs["dnarrow"]])
+            assert torch.equal(gradient, full[f"d{leaf}"])
 
 
 @pytest.mark.parametrize(

@@ -82,17 +82,17 @@ def test_forward_and_gradients(mamba3: Callable[..., Any], groups: int, mimo: bo
     if mimo:
         pytest.importorskip("tilelang", reason="mamba-ssm's MIMO kernels need tilelang")
     layer, weights_BSD = make(groups, mimo=mimo), inputs(mimo=mimo).flip(1)
-    found = []
+    outcomes = []
     for compute in (layer, partial(by_op, mamba3, layer)):
         u_BSD = inputs(mimo=mimo).requires_grad_()
         layer.zero_grad()
         out = compute(u_BSD)
         out.backward(weights_BSD)
         gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
-        found.append({"out": out.detach(), "u": u_BSD.grad, **gradients})
-    theirs, ours = found
-    assert ours.keys() == theirs.keys()
+        outcomes.append({"out": out.detach(), "u": u_BSD.grad, **gradients})
+    peer, ours = outcomes
+    assert ours.keys() == peer.keys()
     for name, value in ours.items():
         # A parameter's gradient is a sum over all tokens: as one row.
-        mine, other = (t.float() if name in ("out", "u") else t.float().flatten()[None] for t in (value, theirs[name]))
-        assert_parity(other, mine.double(), rms=WORST_ROW, name=name)
+        tensor, other = (t.float() if name in ("out", "u") else t.float().flatten()[None] for t in (value, peer[name]))
+        assert_parity(other, tensor.double(), rms=WORST_ROW, name=name)

@@ -72,31 +72,31 @@ def assert_same(
     attention_mask: torch.Tensor | None = None,
     causal: bool = True,
 ) -> None:
-    for name, have, want, other in zip(("o", "dq", "dk", "dv"), found, expected, peer, strict=True):
-        have, want, other = (tensor.reshape(have.shape) for tensor in (have, want, other))
+    for name, actual, exact, other in zip(("o", "dq", "dk", "dv"), found, expected, peer, strict=True):
+        actual, exact, other = (tensor.reshape(actual.shape) for tensor in (actual, exact, other))
         if name in ("dq", "dk"):
             hidden = torch.zeros(1, 1, len(inputs[0]), len(inputs[1]), dtype=torch.bool, device="cuda")
             hidden = hidden if attention_mask is None else hidden | attention_mask
             hidden = hidden | ~torch.ones_like(hidden).tril() if causal else hidden
         if name == "dq":
-            few_SB = ((~hidden).sum(-1)[:, 0] <= EARLY).T.expand(have.shape[:2])
+            few_SB = ((~hidden).sum(-1)[:, 0] <= EARLY).T.expand(actual.shape[:2])
             rows = slice(None) if attention_mask is not None else slice(EARLY)
-            q, do = inputs[0][rows], inputs[3].reshape(*have.shape[:3], -1)[rows]
+            q, do = inputs[0][rows], inputs[3].reshape(*actual.shape[:3], -1)[rows]
             terms = query_gradient_terms(q, inputs[1], inputs[2], do, softmax_scale, hidden[:, :, rows])
-            error = (have[rows].double() - want[rows]).norm(dim=-1) / terms
+            error = (actual[rows].double() - exact[rows]).norm(dim=-1) / terms
             assert float(error[few_SB[rows]].max() if few_SB.any() else 0.0) <= rms, "dq of queries that see few keys"
-            have, want, other = (tensor[~few_SB] for tensor in (have, want, other))
+            actual, exact, other = (tensor[~few_SB] for tensor in (actual, exact, other))
         if name == "dk" and attention_mask is not None:
             # In a short document the terms cancel in a key's gradient, too: there it is small beside other keys'.
-            few_TB = ((~hidden).sum(-2)[:, 0] <= EARLY).T.expand(have.shape[:2])
-            error = (have.double() - want)[few_TB].norm(dim=-1) / want.norm(dim=-1).max()
+            few_TB = ((~hidden).sum(-2)[:, 0] <= EARLY).T.expand(actual.shape[:2])
+            error = (actual.double() - exact)[few_TB].norm(dim=-1) / exact.norm(dim=-1).max()
             assert float(error.max() if few_TB.any() else 0.0) <= rms, "dk of keys that few queries see"
-            have, want, other = (tensor[~few_TB] for tensor in (have, want, other))
-        if not len(have):
+            actual, exact, other = (tensor[~few_TB] for tensor in (actual, exact, other))
+        if not len(actual):
             continue
         # Which of two float32 sums is off by an ulp more is chance; in 16 bits the rounding is what counts.
         factor = 2.0 if other.dtype != torch.float32 else None
-        assert_parity(have, want, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
+        assert_parity(actual, exact, rms=rms, dtype_peer=other, max_abs_factor=factor, name=name)
 
 
 def check(op: Op, inputs: Inputs, rms: float = 5e-3, peer: list[torch.Tensor] | None = None, **options: Any) -> None:
@@ -162,11 +162,11 @@ def test_runs_of_keys_by_triton(name: str, dtype: torch.dtype) -> None:
         hidden = hidden | (row < row[:, None] - window)
     op = partial(mla_kernels.attend, softmax_scale=0.1, seq_idx=seq_idx, window=window)
     check(op, inputs, softmax_scale=0.1, attention_mask=hidden)
-    found = outcome(op, inputs)
+    outputs = outcome(op, inputs)
     wide = [torch.cat([tensor.detach(), tensor.detach()], -1)[..., : tensor.shape[-1]] for tensor in inputs]
     torch.use_deterministic_algorithms(True)  # until the test ends
     again = outcome(op, [*(tensor.requires_grad_() for tensor in wide[:3]), wide[3]])
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(output, other) for output, other in zip(outputs, again, strict=True))
 
 
 def test_triton_waits_for_nothing_and_a_graph_replays() -> None:
@@ -183,8 +183,8 @@ def test_cudnn_gradients_are_finite_where_scores_are_very_negative(S: int) -> No
         inputs[0].mul_(0.1)[..., 0] = 1.0
         inputs[1].mul_(0.1)[..., 0] = -120 * 128**0.5
     options = {"softmax_scale": 128**-0.5, "causal": True}
-    found = outcome(sdpa.sdpa_attention, inputs, backend=CUDNN, **options)
-    assert all(torch.isfinite(tensor).all() for tensor in found)
+    outputs = outcome(sdpa.sdpa_attention, inputs, backend=CUDNN, **options)
+    assert all(torch.isfinite(tensor).all() for tensor in outputs)
 
 
 def test_what_cudnn_is_not_given() -> None:
@@ -201,10 +201,10 @@ def test_what_cudnn_is_not_given() -> None:
 def test_a_query_that_sees_nothing_gets_zero() -> None:
     inputs, mask = draw(300), torch.zeros(1, 1, 300, 300, dtype=torch.bool, device="cuda")
     mask[:, :, 5] = True
-    found = outcome(sdpa.sdpa_attention, inputs, softmax_scale=0.1, causal=False, attention_mask=mask)
-    assert float(found[0][5].abs().max()) == 0.0
-    assert float(found[1][5].abs().max()) == 0.0
-    assert all(torch.isfinite(tensor).all() for tensor in found)
+    outputs = outcome(sdpa.sdpa_attention, inputs, softmax_scale=0.1, causal=False, attention_mask=mask)
+    assert float(outputs[0][5].abs().max()) == 0.0
+    assert float(outputs[1][5].abs().max()) == 0.0
+    assert all(torch.isfinite(tensor).all() for tensor in outputs)
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -234,8 +234,8 @@ def assert_replays(op: Op, inputs: Inputs) -> None:
     with without_waiting():
         outcome(op, inputs)
     captured = replayed(lambda: outcome(op, inputs), inputs, [tensor.detach().flip(0) for tensor in inputs])
-    for have, want in zip(captured, outcome(op, inputs), strict=True):
-        assert_parity(have[EARLY:], want[EARLY:], rms=5e-3)  # sums over keys in no fixed order
+    for actual, expected in zip(captured, outcome(op, inputs), strict=True):
+        assert_parity(actual[EARLY:], expected[EARLY:], rms=5e-3)  # sums over keys in no fixed order
 
 
 def test_nothing_waits_and_a_graph_replays() -> None:
@@ -324,20 +324,20 @@ def packed_seam(layer: Any, parameters: Any, stock: bool = False) -> Op:
 
     run: Any = MultiLatentAttention._run_core_attention
     run = run.__wrapped__ if stock else run
-    return lambda *tensors: run(layer, *(one.squeeze(1) for one in tensors), None, packed_seq_params=parameters)
+    return lambda *tensors: run(layer, *(tensor.squeeze(1) for tensor in tensors), None, packed_seq_params=parameters)
 
 
 @needs_engine
 def test_transformer_engine_at_128_64(patched: list[str], unfused: None) -> None:
     layer, inputs = attention("TEDotProductAttention", 56, 128, 64), draw(4096, 2, 56)
-    found, peer = outcome(seam(layer), inputs), outcome(stocks(layer), inputs)
+    outputs, peer = outcome(seam(layer), inputs), outcome(stocks(layer), inputs)
     assert patched == [
         "mla-core-attention: TEDotProductAttention runs sdpa CUDNN_ATTENTION: "
         "at widths 128/64 Transformer Engine is unfused"
     ]
-    assert found[0].shape == peer[0].shape == (4096, 2, 56 * 64)
-    assert_same(inputs, found, truth(inputs, softmax_scale=128**-0.5), peer, 5e-3, 128**-0.5)
-    del found, peer
+    assert outputs[0].shape == peer[0].shape == (4096, 2, 56 * 64)
+    assert_same(inputs, outputs, truth(inputs, softmax_scale=128**-0.5), peer, 5e-3, 128**-0.5)
+    del outputs, peer
     assert peak(lambda: outcome(seam(layer), inputs)) < peak(lambda: outcome(stocks(layer), inputs)) / 8
 
 
@@ -367,14 +367,14 @@ def test_transformer_engine_is_asked_what_it_asks_itself(
     layer.core_attention.train(training)
     if lengths is None:
         inputs, packed = draw(256, 2, 4, K, V), []
-        stock, patched_call, given = stocks(layer), seam(layer), inputs[:3]
+        stock, patched_call, qkv = stocks(layer), seam(layer), inputs[:3]
     else:
         inputs, packed = draw(1024, 1, 4), [packed_as(lengths)]
         stock, patched_call = (packed_seam(layer, *packed, stock=stock) for stock in (True, False))
-        given = [one.squeeze(1) for one in inputs[:3]]
+        qkv = [tensor.squeeze(1) for tensor in inputs[:3]]
     outcome(stock, inputs)
     own, answer = module._attention_backends["attention_params"], dict(module._attention_backends)
-    question = mla_core_attention._question(mla_core_attention.Call(layer.core_attention, *given, None, mask, *packed))
+    question = mla_core_attention._question(mla_core_attention.Call(layer.core_attention, *qkv, None, mask, *packed))
     assert [(name, value, getattr(own, name)) for name, value in question if getattr(own, name) != value] == []
     rest = {field: value for field, value in vars(own).items() if field not in dict(question)}
     default = vars(type(own)())
@@ -431,5 +431,5 @@ def test_packed_sequences(patched: list[str], kind: str, lengths: list[int]) -> 
     elif is_whole and "FlashAttention 4" not in patched[0]:  # whose output is zero there
         peer = outcome(packed_seam(layer, parameters, stock=True), inputs)
         expected = truth(inputs, softmax_scale=128**-0.5, causal=True, attention_mask=documents)
-        for name, have, want in (("o", peer[0], expected[0]), ("dv", peer[3], expected[3])):
-            assert_parity(have.reshape(want.shape), want, rms=5e-2, name=f"{name} of Transformer Engine")
+        for name, actual, exact in (("o", peer[0], expected[0]), ("dv", peer[3], expected[3])):
+            assert_parity(actual.reshape(exact.shape), exact, rms=5e-2, name=f"{name} of Transformer Engine")

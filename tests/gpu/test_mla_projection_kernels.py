@@ -28,10 +28,10 @@ def test_parity_with_fp64(S: int, B: int, H: int, dtype: torch.dtype) -> None:
     for case in cases(S, B, H, hidden=3584, dtype=dtype, device="cuda"):
         plain = outcome(getattr(reference, case.op), case)
         truth = outcome(getattr(reference, case.op), case, torch.float64)
-        found = outcome(getattr(triton, case.op), case)
-        assert_same(case, found, truth, plain, RMS)
+        outputs = outcome(getattr(triton, case.op), case)
+        assert_same(case, outputs, truth, plain, RMS)
         again = outcome(getattr(triton, case.op), case)
-        assert all(torch.equal(again[name], tensor) for name, tensor in found.items()), case.name
+        assert all(torch.equal(again[name], tensor) for name, tensor in outputs.items()), case.name
 
 
 def _everything(case: Case) -> list[torch.Tensor]:
@@ -48,8 +48,8 @@ def test_strides_change_no_bit() -> None:
             for name, leaf in case.leaves.items():
                 wide = torch.zeros(*leaf.shape[:-1], leaf.shape[-1] + beside, dtype=leaf.dtype, device="cuda")
                 leaves[name] = wide[..., beside:].copy_(leaf) if "_SB" in name else leaf
-            found = _everything(Case(case.name, case.op, leaves, case.others))
-            assert all(map(torch.equal, found, expected)), (case.name, beside)
+            tensors = _everything(Case(case.name, case.op, leaves, case.others))
+            assert all(map(torch.equal, tensors, expected)), (case.name, beside)
 
 
 def test_a_graph_replays_and_nothing_waits() -> None:
@@ -58,8 +58,8 @@ def test_a_graph_replays_and_nothing_waits() -> None:
         expected = _everything(Case(first.name, first.op, others, first.others))
         with without_waiting():
             _everything(first)
-        found = replayed(lambda first=first: _everything(first), first.leaves.values(), others.values())
-        assert all(map(torch.equal, found, expected)), first.name
+        tensors = replayed(lambda first=first: _everything(first), first.leaves.values(), others.values())
+        assert all(map(torch.equal, tensors, expected)), first.name
 
 
 def test_offsets_beyond_31_bits() -> None:

@@ -32,8 +32,8 @@ def outcome(name: str, dtype: torch.dtype, backend: str, weights: dict[str, torc
     out, more = layer(hidden.requires_grad_())
     loss = (out * upstream).sum()
     (loss + more if name == "sparse_mla" else loss).backward()
-    found = {"out": out.detach(), "hidden": hidden.grad}
-    return found | {name: weight.grad for name, weight in layer.named_parameters()}
+    tensors = {"out": out.detach(), "hidden": hidden.grad}
+    return tensors | {name: weight.grad for name, weight in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -41,12 +41,12 @@ def test_a_layer_runs_kernels_that_agree(name: str) -> None:
     torch.manual_seed(1)
     kind, sizes = LAYERS[name]
     weights = kind(D, **sizes).bfloat16().state_dict()
-    found = outcome(name, torch.bfloat16, "triton", weights)
+    actual = outcome(name, torch.bfloat16, "triton", weights)
     peer = outcome(name, torch.bfloat16, "reference", weights)
     expected = outcome(name, torch.float64, "reference", weights)
     for key, value in expected.items():
         if not key.startswith("indexer."):  # a divergence of nearly equal distributions: all of it is rounding
-            assert_parity(found[key], value, rms=3e-2, dtype_peer=peer[key], name=key)
+            assert_parity(actual[key], value, rms=3e-2, dtype_peer=peer[key], name=key)
 
 
 def test_automatic_calls_take_kernels() -> None:
@@ -73,8 +73,8 @@ def test_the_loss_ignores_labels_on_a_gpu() -> None:
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), label)
     assert float(loss) == pytest.approx(float(expected), rel=1e-3)
-    for have, want in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, wide), strict=True):
-        assert_parity(have, want, rms=2e-2)
+    for grad, expected_grad in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, wide), strict=True):
+        assert_parity(grad, expected_grad, rms=2e-2)
     assert not torch.autograd.grad(linear_cross_entropy(*leaves, label, reduction="none").sum(), leaves)[0][::3].any()
 
 

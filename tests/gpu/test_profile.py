@@ -22,24 +22,24 @@ def test_the_time_of_kernels_belongs_to_families(tmp_path: Path, impl: str, reco
         micro_batch_size=2, global_batch_size=4,
     )  # fmt: skip
     profiled.train(tmp_path / "run", words, window=WINDOW, device="cuda")
-    found = profiled.table(tmp_path / "run", WINDOW)
+    table = profiled.table(tmp_path / "run", WINDOW)
     print((tmp_path / "run" / "profile" / WINDOW / "table.txt").read_text())
-    assert found["problem"] is None
-    assert found["unit"] == "device time of kernels"
-    assert found["steps"] == [10, 14]
-    assert found["attributed_share"] >= 0.95
+    assert table["problem"] is None
+    assert table["unit"] == "device time of kernels"
+    assert table["steps"] == [10, 14]
+    assert table["attributed_share"] >= 0.95
     assert (
-        0 < found["busy_ns"] <= min(found["window_ns"], found["total_ns"])
+        0 < table["busy_ns"] <= min(table["window_ns"], table["total_ns"])
     )  # kernels at the same time count once in it
-    assert 0 <= found["host_bound_share"] < 1
+    assert 0 <= table["host_bound_share"] < 1
     for name in FAMILIES:
-        row = found["families"][name]
+        row = table["families"][name]
         assert min(row["forward_ns"], row["backward_ns"], row["host_ns"]) > 0, name
         assert row["optimizer_ns"] == 0, name
         if recomputes and name in ("A", "M", "E", "R", "MTP"):
             assert row["recompute_ns"] > 0.5 * row["forward_ns"], name
-    assert found["families"]["optimizer"]["optimizer_ns"] > 0
-    assert found["families"]["gradients"]["kernels"] > 0
-    assert not recomputes or found["families"]["block"]["share"] < 0.05
+    assert table["families"]["optimizer"]["optimizer_ns"] > 0
+    assert table["families"]["gradients"]["kernels"] > 0
+    assert not recomputes or table["families"]["block"]["share"] < 0.05
     # Transformer Engine's Triton kernels may compile at any step: they are specialised to the tokens that experts get.
-    assert recomputes or impl != "local" or found["phase"] == "steady", found["phase_why"]
+    assert recomputes or impl != "local" or table["phase"] == "steady", table["phase_why"]

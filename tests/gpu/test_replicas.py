@@ -74,12 +74,12 @@ def test_divided_experts_train_as_one_process(corpus: str, tmp_path: Path) -> No
     save = ("--save", start, "--save-interval", "1", "--no-save-optim", "--no-save-rng")
     train(corpus, tmp_path / "observe start", 1, *save, steps=1, learning_rate=0.0)
     load = ("--load", start, "--finetune", "--no-load-optim", "--no-load-rng")
-    whole, divided = (
+    undivided, divided = (
         train(corpus, tmp_path / f"observe {layout.expert}", layout.expert, *load, layout=layout)
         for layout in (runs.ALONE, Layout(expert=2))
     )
     assert len(divided["lm loss"]) == STEPS
-    differing = differing_scalars(whole, divided, TOLERANCE, SCALARS)
+    differing = differing_scalars(undivided, divided, TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)
 
 
@@ -93,10 +93,10 @@ def test_fsdp_in_bf16_with_transformer_engine(corpus: str, tmp_path: Path) -> No
         return train(corpus, tmp_path / name, 2, "--deterministic-mode", *extra, precision="bf16")
 
     saved = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
-    whole, cut = trained("whole"), trained("cut", TORCH_FSDP, *saved)
-    assert len(cut["lm loss"]) == STEPS
-    differing = differing_scalars(whole, cut, BF16_TOLERANCE, SCALARS)
+    unsharded, sharded = trained("whole"), trained("cut", TORCH_FSDP, *saved)
+    assert len(sharded["lm loss"]) == STEPS
+    differing = differing_scalars(unsharded, sharded, BF16_TOLERANCE, SCALARS)
     assert not differing, "\n".join(differing)
     resumed = trained("resumed", TORCH_FSDP, "--load", str(tmp_path / "saved"), "--ckpt-step", str(SAVED))
     for name in SCALARS:
-        assert resumed[name] == {step: value for step, value in cut[name].items() if step > SAVED}, name
+        assert resumed[name] == {step: value for step, value in sharded[name].items() if step > SAVED}, name

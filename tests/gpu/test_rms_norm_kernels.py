@@ -21,8 +21,8 @@ def test_parity_with_fp64(case: Case, dtype: torch.dtype, rms: float) -> None:
 def test_equal_bits_again_and_a_graph_replays() -> None:
     def made(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         y, residual = triton.rms_norm(x, weight, 1e-5)
-        found = torch.autograd.grad((y, residual), (x, weight), (x.detach().sin(), x.detach().cos()))
-        return [y.detach(), *found]
+        grads = torch.autograd.grad((y, residual), (x, weight), (x.detach().sin(), x.detach().cos()))
+        return [y.detach(), *grads]
 
     first, second = (
         [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in ((1000, 2, 3584), (3584,))]

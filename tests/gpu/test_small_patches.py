@@ -30,9 +30,9 @@ def test_transformer_engines_sinks_are_marked_as_sharded(process: None) -> None:
 
     def sinks() -> torch.nn.Parameter:
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        found = build_module(spec, config=config, layer_number=1, pg_collection=groups).core_attention.softmax_offset
-        assert isinstance(found, torch.nn.Parameter)
-        return found
+        sink = build_module(spec, config=config, layer_number=1, pg_collection=groups).core_attention.softmax_offset
+        assert isinstance(sink, torch.nn.Parameter)
+        return sink
 
     assert not getattr(sinks(), "tensor_model_parallel", False)
     with stock.patched(tensor_parallel_sums.PATCH):

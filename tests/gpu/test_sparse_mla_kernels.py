@@ -78,15 +78,15 @@ def test_parity_with_fp64(case: Case) -> None:
     assert_same_sums(case, inputs, launch.summed_probabilities, truth, RMS)
     for deterministic in (False, True):
         with ordered(deterministic):
-            found = outcome(attend, case, inputs)
-        assert {name: tensor.dtype for name, tensor in found.items()} == {
+            outputs = outcome(attend, case, inputs)
+        assert {name: tensor.dtype for name, tensor in outputs.items()} == {
             name: torch.float32 if name == "p" else case.dtype for name in truth
         }
-        assert found["o0"].is_contiguous()
-        assert_same(case, inputs, found, truth, plain, RMS)
+        assert outputs["o0"].is_contiguous()
+        assert_same(case, inputs, outputs, truth, plain, RMS)
         blind_SB = (inputs["index"] < 0).all(-1).T
-        assert not any(found[name][blind_SB].count_nonzero() for name in ("o0", "dq0"))
-        assert not found["p"][inputs["index"] < 0].count_nonzero()
+        assert not any(outputs[name][blind_SB].count_nonzero() for name in ("o0", "dq0"))
+        assert not outputs["p"][inputs["index"] < 0].count_nonzero()
 
 
 @pytest.mark.parametrize("case", [WIDE, Case(S=1024, H=128, N=512, popular=True, **DEEPSEEK)], ids=["narrow", "wide"])
@@ -133,14 +133,14 @@ def test_nan_stays_nan(deterministic: bool, widths: dict[str, int]) -> None:
     inputs = draw(case, "cuda")
     inputs["kv"][7, 0, 100] = float("nan")
     with ordered(deterministic):
-        found = outcome(attend, case, inputs)
+        outputs = outcome(attend, case, inputs)
     hit_SB = (inputs["index"] == 7).any(-1).T.clone()
     hit_SB[:, 1] = False
     assert hit_SB.any()
     for name in ("o0", "dq0"):
-        assert torch.isnan(found[name][hit_SB]).all()
-        assert torch.isfinite(found[name][~hit_SB]).all()
-    assert torch.isnan(found["dkv"][7, 0]).all()
+        assert torch.isnan(outputs[name][hit_SB]).all()
+        assert torch.isfinite(outputs[name][~hit_SB]).all()
+    assert torch.isnan(outputs["dkv"][7, 0]).all()
 
 
 @pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
@@ -151,9 +151,9 @@ def test_very_negative_scores(widths: dict[str, int]) -> None:
     inputs["q"][0].mul_(0.1)[..., 0] = 30.0
     inputs["kv"].mul_(0.1)[..., 0] = -30 * case.K**0.5
     truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)
-    found = outcome(attend, case, inputs)
-    assert all(torch.isfinite(tensor).all() for tensor in found.values())
-    assert_same(case, inputs, {"o0": found["o0"]}, {"o0": truth["o0"]}, plain, RMS)
+    outputs = outcome(attend, case, inputs)
+    assert all(torch.isfinite(tensor).all() for tensor in outputs.values())
+    assert_same(case, inputs, {"o0": outputs["o0"]}, {"o0": truth["o0"]}, plain, RMS)
 
 
 def test_offsets_beyond_31_bits() -> None:
@@ -165,15 +165,15 @@ def test_offsets_beyond_31_bits() -> None:
     index = torch.randint(case.S // 64, (1, case.S, 64), device="cuda", dtype=torch.int32)
     index = index * 64 + torch.arange(64, device="cuda", dtype=torch.int32)
     last = slice(-130, None)
-    found = []
+    outputs = []
     for rows in (slice(None), last):
         leaf = q[rows].detach().requires_grad_()
         o = attend(leaf, kv, index[:, rows], softmax_scale=0.1, value_dim=64)
         (dq,) = torch.autograd.grad(o, [leaf], do[rows])
-        found.append((o[last].detach(), dq[last]))
-    for whole, alone in zip(*found, strict=True):
+        outputs.append((o[last].detach(), dq[last]))
+    for in_row, alone in zip(*outputs, strict=True):
         assert torch.isfinite(alone).all()
-        assert torch.equal(whole, alone)
+        assert torch.equal(in_row, alone)
 
 
 @pytest.mark.parametrize("case", [WIDE, Case(S=2048, H=128, N=2048, **DEEPSEEK)], ids=["narrow", "wide"])

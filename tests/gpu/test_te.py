@@ -68,7 +68,7 @@ def native_block(x_SBD: torch.Tensor, weights: dict[str, torch.Tensor], width: i
     heads = (
         F.linear(y, weights[f"qkv.{part}_weight"]).unflatten(-1, (-1, width)) for part in ("query", "key", "value")
     )
-    q, k, v = (one.permute(1, 2, 0, 3) for one in heads)
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in heads)
     o_SBHK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
     x_SBD = x_SBD + F.linear(o_SBHK.flatten(2), weights["output.weight"])
     y = F.linear(norm(x_SBD, "feed_forward.0.layer_norm_weight"), weights["feed_forward.0.weight"])
@@ -88,7 +88,7 @@ def both_ways(run: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[t
 
 
 def compare(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], bound: float) -> None:
-    errors = [worst_row(one, other) for one, other in zip(found, expected, strict=True)]
+    errors = [worst_row(tensor, other) for tensor, other in zip(found, expected, strict=True)]
     print("worst rows:", *(f"{error:.1e}" for error in errors))
     assert max(errors) < bound
 
@@ -109,7 +109,7 @@ def test_attention_with_grouped_queries_in_fp32(causal: bool, heads_first: bool)
     def ours(*qkv: torch.Tensor) -> torch.Tensor:
         if heads_first:
             return dot_product.attend_heads_first(*qkv, softmax_scale=0.2, causal=causal)
-        q, k, v = (one.permute(2, 0, 1, 3) for one in qkv)
+        q, k, v = (tensor.permute(2, 0, 1, 3) for tensor in qkv)
         return dot_product.attend(q, k, v, softmax_scale=0.2, causal=causal).permute(1, 2, 0, 3)
 
     compare(both_ways(ours, *leaves), in_double(truth, *leaves), UNFUSED)
@@ -122,11 +122,11 @@ def test_attention_in_a_window() -> None:
     seen = torch.ones(S, S, dtype=torch.bool, device="cuda").tril().triu(-window)
 
     def truth(*qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one.permute(1, 2, 0, 3) for one in qkv)
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in qkv)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.1).permute(2, 0, 1, 3)
 
-    found = both_ways(lambda *qkv: dot_product.attend(*qkv, softmax_scale=0.1, window=window), *leaves)
-    compare(found, in_double(truth, *leaves), WINDOW)
+    actual = both_ways(lambda *qkv: dot_product.attend(*qkv, softmax_scale=0.1, window=window), *leaves)
+    compare(actual, in_double(truth, *leaves), WINDOW)
 
 
 def test_a_plain_model_with_replaced_linear_layers_in_fp32() -> None:
@@ -139,7 +139,7 @@ def test_a_plain_model_with_replaced_linear_layers_in_fp32() -> None:
 
     expected = in_double(native, x, *weights)
     decisions = linear.replace(model)
-    assert [one.swap for one in decisions] == [True, True]
+    assert [decision.swap for decision in decisions] == [True, True]
     assert type(model[0]).__module__.startswith("transformer_engine")
     assert list(model.parameters()) == weights  # the same objects
     compare(both_ways(lambda x, *_: model(x), x, *weights), expected, CHAIN)
@@ -178,8 +178,8 @@ def test_experts_in_fp32() -> None:
     case = Case(T=133, D=64, F=48, topk=3, routing="lone", activation="gelu_tanh", dtype=torch.float32)
     inputs = draw(case, "cuda")
     assert_same(outcome(experts.routed_mlp, case, inputs), outcome(routed_truth, case, inputs, torch.float64), BLOCK)
-    found = outcome_of_rows(experts.grouped_mlp, case, inputs)
-    assert_same(found, outcome_of_rows(grouped_truth, case, inputs, torch.float64), BLOCK)
+    outputs = outcome_of_rows(experts.grouped_mlp, case, inputs)
+    assert_same(outputs, outcome_of_rows(grouped_truth, case, inputs, torch.float64), BLOCK)
 
 
 def rms(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -197,9 +197,9 @@ def gradients(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     output = model(x)
     output.backward(torch.ones_like(output))
-    found = [output.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+    tensors = [output.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
     x.grad = None
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
@@ -212,10 +212,10 @@ def test_a_scope_has_the_errors_of_fp8_and_evaluation_and_zone_have_none(recipe:
     assert scopes.install(model, 3) == ("0", "1")
     before = fp8_scopes.counts()
     for _ in range(2):  # delayed scaling has no maxima before the first
-        found = gradients(model, x)
+        actual = gradients(model, x)
     after = fp8_scopes.counts()
     assert (after["entered"] - before["entered"], after["captured"]) == (2, 0)
-    errors = [rms(one, other) for one, other in zip(found, expected, strict=True)]
+    errors = [rms(tensor, other) for tensor, other in zip(actual, expected, strict=True)]
     print(recipe, *(f"{error:.3f}" for error in errors))
     assert FP8_RMS[0] < min(errors) <= max(errors) < FP8_RMS[1]
     model.eval()
@@ -227,7 +227,7 @@ def test_a_scope_has_the_errors_of_fp8_and_evaluation_and_zone_have_none(recipe:
 def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: str) -> None:
     from megacpp_mcore.layer_specs.layer_plan import recompute
 
-    found = []
+    runs = []
     for recomputes in (False, True):
         torch.manual_seed(3)
         model, x = dense()
@@ -238,8 +238,8 @@ def test_recompute_inside_of_a_scope_repeats_its_scales(process: None, recipe: s
             with torch.no_grad():
                 x.mul_(1 + step)  # scales change
             last = gradients(model, x)
-        found.append(last)
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        runs.append(last)
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
 def test_experts_in_a_scope_take_padded_rows() -> None:
@@ -248,8 +248,8 @@ def test_experts_in_a_scope_take_padded_rows() -> None:
     expected = outcome(routed_truth, case, inputs, torch.float64)
     with fp8_scopes.Scopes(fp8_scopes.FP8(recipe="block"), depth=5).group((3,)) as in_fp8:
         assert in_fp8
-        found = outcome(experts.routed_mlp, case, inputs)
-    errors = [rms(found[name], expected[name]) for name in expected]
+        outputs = outcome(experts.routed_mlp, case, inputs)
+    errors = [rms(outputs[name], expected[name]) for name in expected]
     print(*(f"{error:.3f}" for error in errors))
     assert FP8_RMS[0] < min(errors) <= max(errors) < 0.1
 
@@ -320,7 +320,7 @@ def test_a_model_with_fp8_scopes(tiny: Callable[..., Any]) -> None:
     loss = loss_of(wrapped)
     loss.backward()
     in_fp8 = {
-        name for name, one in wrapped.module.named_modules() if isinstance(one, TransformerEngineBaseModule) and one.fp8
+        name for name, m in wrapped.module.named_modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8
     }
     letters = MIXED["pattern"]
     assert {name.split(".")[2] for name in in_fp8} == {
@@ -332,7 +332,7 @@ def test_a_model_with_fp8_scopes(tiny: Callable[..., Any]) -> None:
     print(f"loss {float(loss):.5f}, bf16 {float(plain):.5f}, dequantised {quantized.count()}")
     assert quantized.count() == before
     assert 0 < abs(float(loss / plain) - 1) < 5e-3
-    assert all(one.grad is None or bool(one.grad.isfinite().all()) for one in wrapped.parameters())
+    assert all(param.grad is None or bool(param.grad.isfinite().all()) for param in wrapped.parameters())
 
 
 def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) -> None:
@@ -342,7 +342,7 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
     )
     assert type(fused.mlp.linear_fc1).__name__ == "TELayerNormColumnParallelLinear"
     keys = [
-        {one.key: tuple(one.global_shape) for name, one in layer.sharded_state_dict("mtp.").items() if "_extra" not in name}
+        {t.key: tuple(t.global_shape) for name, t in layer.sharded_state_dict("mtp.").items() if "_extra" not in name}
         for layer in (plain, fused)
     ]  # fmt: skip
     assert keys[0] == keys[1]
@@ -353,8 +353,8 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
         fused.mlp.linear_fc2.weight.copy_(plain.mlp.linear_fc2.weight)
     x = normal(64, 2, 128, dtype=torch.bfloat16)
     expected = both_ways(lambda x: plain.mlp(plain.pre_mlp_layernorm(x))[0], x)
-    found = both_ways(lambda x: fused.mlp(fused.pre_mlp_layernorm(x))[0], x)
-    assert all(rms(one, other) < 5e-3 for one, other in zip(found, expected, strict=True))
+    actual = both_ways(lambda x: fused.mlp(fused.pre_mlp_layernorm(x))[0], x)
+    assert all(rms(tensor, other) < 5e-3 for tensor, other in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("keys", [{}, {"fp8": {"recipe": "current", "mtp": True}}], ids=["bf16", "projection in FP8"])
@@ -364,14 +364,14 @@ def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(
     """Transformer Engine writes a gradient over main_grad where Megatron marks a call as the first."""
     wrapped = tiny(mtp_depth=2, fused=True, **keys)
     parameters = dict(wrapped.module.mtp.named_parameters())
-    found = []
+    main_grads = []
     for _ in range(2):
         for parameter in wrapped.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         loss_of(wrapped).backward()
-        found.append({name: one.main_grad for name, one in parameters.items() if one.main_grad.any()})
+        main_grads.append({name: param.main_grad for name, param in parameters.items() if param.main_grad.any()})
     assert wrapped.module.mtp.layers[0].eh_proj.fp8 == bool(keys)
-    first, second = found
+    first, second = main_grads
     assert {"layers.0.eh_proj.weight", "layers.0.mtp_model_layer.mlp.linear_fc2.weight"} <= set(first)
     errors = {name: rms(gradient, second[name]) for name, gradient in first.items()}
     print(errors)
@@ -381,14 +381,14 @@ def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(
 def test_replaced_linear_layers_of_a_local_model(tiny: Callable[..., Any]) -> None:
     plain = tiny("local")
     swapped = tiny("local", transformer_engine={"linear": True})
-    kinds = {type(one).__name__ for one in swapped.modules()}
+    kinds = {type(module).__name__ for module in swapped.modules()}
     assert {"TEColumnParallelLinear", "TERowParallelLinear"} <= kinds
-    names = [set(dict(one.named_parameters())) for one in (plain, swapped)]
+    names = [set(dict(model.named_parameters())) for model in (plain, swapped)]
     assert names[0] == names[1]
-    losses = [loss_of(one) for one in (plain, swapped)]
+    losses = [loss_of(model) for model in (plain, swapped)]
     print("losses", *map(float, losses))
     for loss in losses:
         loss.backward()
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-3)
-    for (name, one), (_, other) in zip(plain.named_parameters(), swapped.named_parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
+    for (name, param), (_, other) in zip(plain.named_parameters(), swapped.named_parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), name

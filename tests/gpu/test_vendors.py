@@ -48,9 +48,9 @@ def test_flash4_parity(S: int, B: int, H: int, of_rows: Sequence[tuple[int, ...]
     require(flash4.probe())
     inputs, seq_idx = draw(S, B, H), lengths(*of_rows) if of_rows else None
     masked = HOW if seq_idx is None else {**HOW, "attention_mask": other_documents(seq_idx)}
-    found = outcome(attend, inputs, seq_idx=seq_idx)
-    assert found[0].is_contiguous()
-    assert_same(inputs, found, truth(inputs, **masked), outcome(eager, inputs, **masked), 5e-3, **masked)
+    outputs = outcome(attend, inputs, seq_idx=seq_idx)
+    assert outputs[0].is_contiguous()
+    assert_same(inputs, outputs, truth(inputs, **masked), outcome(eager, inputs, **masked), 5e-3, **masked)
     with without_waiting():
         outcome(attend, inputs, seq_idx=seq_idx)
     torch.use_deterministic_algorithms(True)
@@ -63,8 +63,8 @@ def test_flash4_parity(S: int, B: int, H: int, of_rows: Sequence[tuple[int, ...]
         return
     others = [tensor.detach().flip(0) for tensor in inputs]
     captured = replayed(lambda: outcome(attend, inputs, seq_idx=seq_idx), inputs, others)
-    for have, want in zip(captured, outcome(attend, inputs, seq_idx=seq_idx), strict=True):
-        assert_parity(have, want, rms=5e-3)
+    for actual, expected in zip(captured, outcome(attend, inputs, seq_idx=seq_idx), strict=True):
+        assert_parity(actual, expected, rms=5e-3)
 
 
 def test_flash4_of_one_key_for_all_heads() -> None:
@@ -73,12 +73,12 @@ def test_flash4_of_one_key_for_all_heads() -> None:
     q, k, _, do = draw(640, 1, 56)
     shared = k[:, :, :1].detach().requires_grad_()
     keys = shared.expand(-1, -1, 56, -1)
-    found, expected = (
+    grads, expected = (
         torch.autograd.grad(attend(q, key, key[..., :64]), (q, shared), do, retain_graph=True)
         for key in (keys, keys.contiguous())
     )
-    for have, want in zip(found, expected, strict=True):
-        assert_parity(have[EARLY:], want[EARLY:].double(), rms=5e-3)
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        assert_parity(grad[EARLY:], expected_grad[EARLY:].double(), rms=5e-3)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ranks == 1])
@@ -88,16 +88,16 @@ def test_quack_experts(name: str) -> None:
     inputs = experts.draw(case, "cuda")
     truth = experts.outcome(reference.routed_mlp, case, inputs, torch.float64)
     plain = experts.outcome(experts.eager, case, inputs)
-    found = experts.outcome(quack.routed_mlp, case, inputs)
-    experts.assert_same(found, truth, 5e-3, inputs["routing"], plain)
-    for each, tensor in experts.outcome(quack.routed_mlp, case, inputs).items():
-        assert torch.equal(tensor, found[each]), each
+    outputs = experts.outcome(quack.routed_mlp, case, inputs)
+    experts.assert_same(outputs, truth, 5e-3, inputs["routing"], plain)
+    for key, tensor in experts.outcome(quack.routed_mlp, case, inputs).items():
+        assert torch.equal(tensor, outputs[key]), key
     added = experts.outcome_added(quack.routed_mlp, case, inputs)
     experts.assert_same(added, truth, 5e-3, inputs["routing"], plain)
     if name == "natural skew":
         both = inputs, experts.draw(case, "cuda", seed=1)
-        given = [[drawn[leaf] for leaf in (*experts.LEAVES, "dy", "routing")] for drawn in both]
-        assert_replays(lambda: experts.outcome(quack.routed_mlp, case, inputs), *given)
+        operands = [[drawn[leaf] for leaf in (*experts.LEAVES, "dy", "routing")] for drawn in both]
+        assert_replays(lambda: experts.outcome(quack.routed_mlp, case, inputs), *operands)
 
 
 def test_quack_experts_by_name_and_by_auto() -> None:
@@ -106,10 +106,10 @@ def test_quack_experts_by_name_and_by_auto() -> None:
     dispatcher, sizes = Dispatcher({"routed_mlp": "quack"}), {"hidden": 3584, "experts": 16}
     assert dispatcher.request("routed_mlp", ffn=896, **sizes, **needs).fn is quack.routed_mlp
     automatic = Dispatcher()  # at the sizes of its rows alone
-    whole = sizes | {"expert_ranks": 1} | needs
-    assert automatic.request("routed_mlp", ffn=896, **whole).observed == "quack"
-    assert automatic.request("routed_mlp", ffn=896, **whole | {"expert_ranks": 2, "experts": 8}).observed == "triton"
-    assert automatic.request("routed_mlp", ffn=1024, **whole).observed == "triton"
+    request = sizes | {"expert_ranks": 1} | needs
+    assert automatic.request("routed_mlp", ffn=896, **request).observed == "quack"
+    assert automatic.request("routed_mlp", ffn=896, **request | {"expert_ranks": 2, "experts": 8}).observed == "triton"
+    assert automatic.request("routed_mlp", ffn=1024, **request).observed == "triton"
     with pytest.raises(BackendError, match=r"ffn 900 .* 8"):
         dispatcher.request("routed_mlp", ffn=900, **sizes, **needs)
 
@@ -130,9 +130,9 @@ def test_reduced_losses(candidate: object, reduction: str) -> None:
     def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(hidden @ weight.t(), label, reduction=reduction)
 
-    found = run(lambda *given: candidate.load()(*given, label, reduction=reduction), leaves)
+    outputs = run(lambda *given: candidate.load()(*given, label, reduction=reduction), leaves)
     expected = run(plain, [leaf.detach().double().requires_grad_() for leaf in leaves])
     peer = run(lambda h, w: torch.nn.functional.cross_entropy((h @ w.t()).float(), label, reduction=reduction), leaves)
-    for name, *tensors in zip(("loss", "hidden", "weight"), found, expected, peer, strict=True):
-        have, want, other = tensors
-        assert_parity(have, want, rms=5e-3, dtype_peer=None if name == "loss" else other, name=name)
+    for name, *tensors in zip(("loss", "hidden", "weight"), outputs, expected, peer, strict=True):
+        actual, exact, other = tensors
+        assert_parity(actual, exact, rms=5e-3, dtype_peer=None if name == "loss" else other, name=name)

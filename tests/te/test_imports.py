@@ -65,13 +65,13 @@ print(json.dumps([sorted(found), skipped]))
 
 
 def test_with_the_variable_no_module_of_ours_imports_it() -> None:
-    found, skipped = stock.printed(_HOOK)
-    assert [one for one in found if one.startswith("megacpp_mcore")] == []
+    importers, skipped = stock.printed(_HOOK)
+    assert [importer for importer in importers if importer.startswith("megacpp_mcore")] == []
     # What megatron.core imports by itself, whatever this package does; a longer list is worth a look.
-    assert {one.rpartition(".")[0].partition(".")[0] for one in found} <= {"megatron", "torch"}
-    assert "megatron.core.utils" in found or "megatron.core.extensions.transformer_engine" in found
+    assert {importer.rpartition(".")[0].partition(".")[0] for importer in importers} <= {"megatron", "torch"}
+    assert "megatron.core.utils" in importers or "megatron.core.extensions.transformer_engine" in importers
     # Nothing but modules of environments that are not this one's.
-    assert all(any(name in one for name in ("bridge", "nemo", "transformers")) for one in skipped), skipped
+    assert all(any(name in module for name in ("bridge", "nemo", "transformers")) for module in skipped), skipped
 
 
 def test_a_bare_package_is_as_good_as_none(tmp_path: Path) -> None:
@@ -85,16 +85,16 @@ def test_a_bare_package_is_as_good_as_none(tmp_path: Path) -> None:
         "try:\n    te_imports.entry('Linear')\nexcept BackendError as error:\n    said = str(error)\n"
         "print(json.dumps([te_imports.available().ok, said, [one for one in specs.specs().values() if one]]))"
     )
-    is_there, said, classes = stock.printed(code, first=tmp_path)
+    is_there, reason, classes = stock.printed(code, first=tmp_path)
     assert (is_there, classes) == (False, [])
-    assert said.startswith("Linear of Transformer Engine cannot be used: importing transformer_engine.pytorch failed")
+    assert reason.startswith("Linear of Transformer Engine cannot be used: importing transformer_engine.pytorch failed")
 
 
 def test_availability_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(te_imports, "probe_import", lambda name: (asked.append(name), ProbeResult(True))[1])
+    probed: list[str] = []
+    monkeypatch.setattr(te_imports, "probe_import", lambda name: (probed.append(name), ProbeResult(True))[1])
     assert [te_imports.available().ok for _ in range(3)] == [True] * 3
-    assert asked == ["transformer_engine.pytorch"]
+    assert probed == ["transformer_engine.pytorch"]
     monkeypatch.setenv(te_imports.DISABLE_TE, "1")  # the switch is read each time
     assert te_imports.available() == ProbeResult(False, "MEGACPP_DISABLE_TE=1 disables Transformer Engine")
     monkeypatch.setenv(te_imports.DISABLE_TE, "yes")

@@ -57,19 +57,19 @@ def test_the_pinned_list_on_a_model_with_every_role() -> None:
     layer["two"].weight = layer["one"].weight
     layer["hooked"].register_forward_hook(lambda *_: None)
     planned = linear.plan(model)
-    why = {one.name: one.why for one in planned}
-    expected = {f"layer.{name}": said for name, (_, said) in ROLES.items()} | {
+    why = {decision.name: decision.why for decision in planned}
+    expected = {f"layer.{name}": reason for name, (_, reason) in ROLES.items()} | {
         "lm_head": "token embedding or output head, which may be tied",
         "layer.wrapped.base": "owned by LoRAWrapped",
         **dict.fromkeys(("layer.wrapped.lora_a", "layer.wrapped.lora_b"), "adapter"),
     }
     assert why.keys() == expected.keys()
     assert [
-        name for name, said in expected.items() if not why[name].startswith(said) or bool(why[name]) != bool(said)
+        name for name, reason in expected.items() if not why[name].startswith(reason) or bool(why[name]) != bool(reason)
     ] == []
-    said = linear.report(planned)
-    assert said.startswith("2 of 17 replaced; ")
-    assert "layer.wrapped.lora_a, layer.wrapped.lora_b: adapter" in said
+    report = linear.report(planned)
+    assert report.startswith("2 of 17 replaced; ")
+    assert "layer.wrapped.lora_a, layer.wrapped.lora_b: adapter" in report
     assert linear.report([]) == "0 of 0 replaced"
     (root,) = linear.plan(Linear(32, 32))
     assert root.why == "the model itself"
@@ -93,7 +93,7 @@ def test_the_local_layers_of_the_model(tmp_path: Path) -> None:
     """Of nam56r_tiny the projections of A and M and the feed-forwards go; routers, indexers, experts and the head stay."""
     with stock.one_process(tmp_path / "store"):
         built = stock.build({}, preset("nam56r_tiny"), tmp_path)
-        why = {one.name: one.why for one in linear.plan(built)}
+        why = {layer.name: layer.why for layer in linear.plan(built)}
         # Why torchao, which converts this class alone, has nothing to convert.
         assert not [name for name, module in built.named_modules() if isinstance(module, Linear)]
     swapped = {name.rpartition(".")[2] for name, reason in why.items() if not reason}
@@ -105,16 +105,16 @@ def test_the_local_layers_of_the_model(tmp_path: Path) -> None:
 
 def test_layers_that_send_rows_beside_products_go_too() -> None:
     config = config_of(sequence_parallel=True)
-    given = {"bias": False, "input_is_parallel": True, "skip_bias_add": False, "init_method": torch.nn.init.zeros_}
+    options = {"bias": False, "input_is_parallel": True, "skip_bias_add": False, "init_method": torch.nn.init.zeros_}
     why = []
     with stock.one_rank(0, 2, Layout(tensor=2, sequence_parallel=True)):
         for requested in (False, True):
             te_imports.configure(te_imports.Features(linear=requested), "a file")
             try:
-                why += linear.plan(Sequential(scattering(RowParallelLinear)(64, 32, config=config, **given)))
+                why += linear.plan(Sequential(scattering(RowParallelLinear)(64, 32, config=config, **options)))
             finally:
                 te_imports.configure(None)
-    assert [one.why for one in why] == ["RowParallelLinear has a forward pass of its own", ""]
+    assert [layer.why for layer in why] == ["RowParallelLinear has a forward pass of its own", ""]
 
 
 def test_the_key_is_for_local_layers(tmp_path: Path) -> None:

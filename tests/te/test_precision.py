@@ -58,7 +58,7 @@ def autocast(**arguments: Any) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    known: dict[str, Any] = {
+    recorded: dict[str, Any] = {
         "autocast": autocast,
         "TransformerEngineBaseModule": Engine,
         **{kind: SimpleNamespace for kind, _ in fp8_scopes.RECIPES.values()},
@@ -66,14 +66,14 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
     def entry(name: str) -> Any:
-        if name not in known:
+        if name not in recorded:
             raise BackendError(f"Transformer Engine 2.16 has no {name}")
-        return known[name]
+        return recorded[name]
 
     monkeypatch.setattr(te_imports, "entry", entry)
     monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
     NOTED.clear()
-    return known
+    return recorded
 
 
 def scopes(recipe: str = "block", depth: int = 6, **values: Any) -> Scopes:
@@ -159,7 +159,7 @@ def test_a_layer_in_a_scope_and_what_is_held_in_bf16_inside() -> None:
     layer = Layer()
     assert scopes().install(layer, 3) == ("linear_proj", "linear_q")
     layer(torch.ones(16, 32))
-    engines = {name: one.seen for name, one in layer.named_modules() if isinstance(one, Engine)}
+    engines = {name: module.seen for name, module in layer.named_modules() if isinstance(module, Engine)}
     held = {name: [False] for name in ("linear_kv_down_proj", "indexer.linear_wk")}
     assert engines == {"linear_proj": [True], "linear_q": [True]} | held
     assert layer.linear_q.disable_parameter_transpose_cache, "or a weight would be quantised once for ever"

@@ -43,8 +43,8 @@ def precision_of(folder: Path, text: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_the_plan_of_a_run_with_scopes(tmp_path: Path, text: str, kernel_fp8: str, dispatch: str, owner: str) -> None:
-    found = precision_of(tmp_path, text)
-    assert (found["kernel_fp8"], found["dispatch"], found["checkpoint_owner"]) == (kernel_fp8, dispatch, owner)
+    plan = precision_of(tmp_path, text)
+    assert (plan["kernel_fp8"], plan["dispatch"], plan["checkpoint_owner"]) == (kernel_fp8, dispatch, owner)
 
 
 def test_experts_in_fp8_by_name_are_not_bf16() -> None:
@@ -60,14 +60,14 @@ def test_experts_in_fp8_by_name_are_not_bf16() -> None:
 
 def test_ranks_are_summed_and_one_that_did_not_count_is_left_out() -> None:
     def of_ranks(*scopes_and_times: tuple[dict[str, int], int | None]) -> assemble.Facts:
-        known = ({"precision.fp8_scopes": scopes, "precision.dequantised": times} for scopes, times in scopes_and_times)
-        return assemble._merged([SimpleNamespace(facts=one) for one in known])
+        ranks = ({"precision.fp8_scopes": scopes, "precision.dequantised": times} for scopes, times in scopes_and_times)
+        return assemble._merged([SimpleNamespace(facts=facts) for facts in ranks])
 
-    one, other = ({"entered": 3, "bf16": 2, "captured": 0}, 0), ({"entered": 4, "bf16": 0, "captured": 1}, None)
-    found = of_ranks(one, other)
-    assert found.values["precision.fp8_scopes"] == {"bf16": 2, "captured": 1, "entered": 7}
-    assert found.values["precision.dequantised"] == 0
-    assert of_ranks(other).unknown["precision.dequantised"] == "nothing of the run is quantised"
+    counted, uncounted = ({"entered": 3, "bf16": 2, "captured": 0}, 0), ({"entered": 4, "bf16": 0, "captured": 1}, None)
+    merged = of_ranks(counted, uncounted)
+    assert merged.values["precision.fp8_scopes"] == {"bf16": 2, "captured": 1, "entered": 7}
+    assert merged.values["precision.dequantised"] == 0
+    assert of_ranks(uncounted).unknown["precision.dequantised"] == "nothing of the run is quantised"
 
 
 def test_experts_in_fp8_are_watched_without_a_file_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_layers_without_the_engine_that_was_asked_for_say_so(process: Path, monk
     facts = of_run.Facts()
     of_run.of_objects(facts, [model], None)
     for op in ("linear", "norm"):
-        found = [one for one in facts.values["backends"] if one["op"] == op and one["requested"] != "auto"]
-        assert {(one["requested"], one["observed"]) for one in found} == {("transformer_engine", "local")}
-        assert {one["layer"] for one in found} == {None, *range(1, preset("nam56r_tiny").depth + 1)}
-        assert all(one["reason"].endswith("MEGACPP_DISABLE_TE=1 disables Transformer Engine") for one in found)
+        rows = [row for row in facts.values["backends"] if row["op"] == op and row["requested"] != "auto"]
+        assert {(row["requested"], row["observed"]) for row in rows} == {("transformer_engine", "local")}
+        assert {row["layer"] for row in rows} == {None, *range(1, preset("nam56r_tiny").depth + 1)}
+        assert all(row["reason"].endswith("MEGACPP_DISABLE_TE=1 disables Transformer Engine") for row in rows)
 
 
 class QuantizedTensorStorage(torch.Tensor):

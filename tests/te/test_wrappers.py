@@ -56,7 +56,7 @@ def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, value: str) ->
         dot_product.attend(torch.zeros(q), torch.zeros(k), torch.zeros(v), softmax_scale=1.0)
     with raises(ModelError, "window", "-1"):
         dot_product.attend(*[torch.zeros(4, 1, 2, 8)] * 3, softmax_scale=1.0, window=-1)
-    first = [torch.zeros(one).permute(1, 2, 0, 3) for one in (q, k, v)]
+    first = [torch.zeros(shape).permute(1, 2, 0, 3) for shape in (q, k, v)]
     with raises(ModelError, value):
         dot_product.attend_heads_first(*first, softmax_scale=1.0)
 

@@ -75,7 +75,7 @@ def test_every_replacement_is_named_and_put_back(other_values: Any) -> None:
     cpu.install().remove()  # what torch imports on first use is imported now
     before = _replaceable()
     lane = cpu.install()
-    during, said = _replaceable(), "\n".join(lane.messages)
+    during, messages = _replaceable(), "\n".join(lane.messages)
     lane.remove()
     after = _replaceable()
 
@@ -96,7 +96,7 @@ def test_every_replacement_is_named_and_put_back(other_values: Any) -> None:
         "dynamo": "torch._dynamo.config.disable=True",
     }
     assert {"torch.distributed.all_to_all_single", *whole_modules, *aliases} <= named
-    assert [what for what in named if aliases.get(what, what) not in said] == []
+    assert [what for what in named if aliases.get(what, what) not in messages] == []
     assert "Tensor.record_stream" in during.keys() - before.keys()  # it is inherited
     assert [name for name in before if after.get(name) is not before[name]] == []
     assert after.keys() == before.keys()
@@ -309,12 +309,12 @@ def _experts(world: Any, ep_rank: int, ep_size: int) -> list[torch.Tensor]:
 
 
 def test_experts_differ_and_do_not_depend_on_the_layout(world: Any, lane: cpu.CpuLane) -> None:
-    (*whole, after), (*first, after_first), (*second, after_second) = (
+    (*unsharded, after), (*first, after_first), (*second, after_second) = (
         _experts(world, *place) for place in ((0, 1), (0, 2), (1, 2))
     )
-    assert all(not torch.equal(a, b) for a, b in itertools.combinations(whole, 2))
-    found = [*first, *second, after_first, after_second]
-    assert all(torch.equal(a, b) for a, b in zip([*whole, after, after], found, strict=True))
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(unsharded, 2))
+    sharded = [*first, *second, after_first, after_second]
+    assert all(torch.equal(a, b) for a, b in zip([*unsharded, after, after], sharded, strict=True))
 
 
 def test_stock_megatron_gives_every_rank_the_same_experts(world: Any) -> None:
@@ -326,5 +326,5 @@ def test_missing_arguments_are_all_named_in_both_forms() -> None:
     assert cpu.missing_arguments([]) == [" ".join(words) for words in cpu.lane.REQUIRED_ARGUMENTS]
     assert cpu.missing_arguments(ALL_ARGUMENTS) == []
     flags = [words[0] for words in cpu.lane.REQUIRED_ARGUMENTS if len(words) == 1]
-    given = [*flags, "--distributed-backend=gloo", "--transformer-impl", "transformer_engine", "--num-workers=0"]
-    assert cpu.missing_arguments(given) == ["--transformer-impl local (found 'transformer_engine')"]
+    arguments = [*flags, "--distributed-backend=gloo", "--transformer-impl", "transformer_engine", "--num-workers=0"]
+    assert cpu.missing_arguments(arguments) == ["--transformer-impl local (found 'transformer_engine')"]

@@ -50,14 +50,14 @@ def show(page: str, folder: Path, script: str, *, width: int = 1280, dark: bool 
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is on PATH; {VARIABLE} may name one")
     file, picture, scheme = folder / "frame.html", folder / "frame.png", "dark" if dark else "light"
-    asked = f"[{script}, window.performance.getEntriesByType('resource').map(one => one.name)]"
+    query = f"[{script}, window.performance.getEntriesByType('resource').map(one => one.name)]"
     file.write_text(
-        _FRAME.format(page=html.escape(page), width=width, height=HEIGHT, scheme=scheme, script=asked), encoding="utf-8"
+        _FRAME.format(page=html.escape(page), width=width, height=HEIGHT, scheme=scheme, script=query), encoding="utf-8"
     )
     options = [f"--user-data-dir={folder}", f"--window-size={width},{HEIGHT}", f"--screenshot={picture}"]
     command = [program, *_FLAGS, *options, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert "CONSOLE" not in done.stderr, done.stderr
-    found, fetched = json.loads(html.unescape(re.findall(r"<code hidden=\"\">(.*)</code>", done.stdout)[-1]))
+    answer, fetched = json.loads(html.unescape(re.findall(r"<code hidden=\"\">(.*)</code>", done.stdout)[-1]))
     assert fetched == []
-    return found, Image.open(picture).convert("RGB")
+    return answer, Image.open(picture).convert("RGB")

@@ -41,8 +41,8 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(_EXTENSIONS)
 def forget_the_killed(extensions: Path) -> None:
     """Delete the locks of builds there, but for those that a launch still holds."""
     for lock in extensions.glob("*/lock"):
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), lock.open("rb") as found:
-            fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock.unlink()
 
 

@@ -139,13 +139,13 @@ def start(
                 cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
     folder, requests = server(python, env.get("TRITON_INTERPRET"))
-    asked = _folder() / f"{next(_numbers)}.json"
-    begun, status = asked.with_suffix(".pid"), asked.with_suffix(".status")
+    request = _folder() / f"{next(_numbers)}.json"
+    begun, status = request.with_suffix(".pid"), request.with_suffix(".status")
     files = {"cwd": str(cwd), "output": str(output), "error": str(error), "begun": str(begun), "status": str(status)}
-    asked.write_text(json.dumps({"words": words, "env": env, "megatron": megatron, **files}))
+    request.write_text(json.dumps({"words": words, "env": env, "megatron": megatron, **files}))
     (unread := select.poll()).register(requests, 0)
     with _known_to_end(folder):
-        os.write(requests, f"{asked}\n".encode())
+        os.write(requests, f"{request}\n".encode())
         while not begun.exists():
             if unread.poll(1):
                 raise BrokenPipeError
@@ -249,13 +249,13 @@ def server(python: str, interpret: str | None) -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_new := not pipe.exists():
             os.mkfifo(pipe)
-            asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-            os.set_blocking(asked, True)
+            descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
         requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # else it waits here for who reads
         os.set_blocking(requests, True)
         if is_new:
             libraries = (*_LIBRARIES, *(_BRIDGES if python != sys.executable else ()))
-            with open(asked) as requested, (folder / "error").open("wb") as error:
+            with open(descriptor) as requested, (folder / "error").open("wb") as error:
                 command = [python, "-P", "-W", "ignore", __file__, str(folder), *libraries]
                 subprocess.Popen(command, env=env, stdin=requested, stdout=error, stderr=error)
     return folder, requests
@@ -349,18 +349,18 @@ def _lend_a_fork() -> None:
         its.close()
         if not message:
             os._exit(0)  # the program has ended
-        asked = json.loads(message)
+        request = json.loads(message)
         moved = [fcntl.fcntl(number, fcntl.F_DUPFD, 1000) for number in numbers]
         for number in numbers:
             os.close(number)
-        for number, wanted in zip(moved, asked["files"], strict=True):
+        for number, wanted in zip(moved, request["files"], strict=True):
             os.dup2(number, wanted)
             os.close(number)
         os.environ.clear()
-        os.environ.update(asked["environment"])
+        os.environ.update(request["environment"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = ["-c", "--multiprocessing-fork"]
-        multiprocessing.spawn.spawn_main(**asked["arguments"])
+        multiprocessing.spawn.spawn_main(**request["arguments"])
     its.close()
     spawn = multiprocessing.util.spawnv_passfds
 
@@ -370,8 +370,8 @@ def _lend_a_fork() -> None:
         if "--multiprocessing-fork" not in texts or called is None or not lent:
             return spawn(path, words, files)
         arguments = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", called[1])}
-        asked = {"arguments": arguments, "files": sorted(files), "environment": dict(os.environ)}
-        socket.send_fds(ours, [json.dumps(asked).encode()], sorted(files))
+        request = {"arguments": arguments, "files": sorted(files), "environment": dict(os.environ)}
+        socket.send_fds(ours, [json.dumps(request).encode()], sorted(files))
         ours.close()
         return lent.pop()
 
@@ -442,6 +442,6 @@ if __name__ == "__main__":
     for earlier in (logging.shutdown, multiprocessing.util._exit_function):
         atexit.unregister(earlier)
         atexit.register(earlier)
-    asked = _serve()
-    if asked is not None:
-        _run(asked)
+    request = _serve()
+    if request is not None:
+        _run(request)

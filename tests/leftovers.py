@@ -27,12 +27,12 @@ def started(words: Sequence[str], until: str, **environment: str) -> Iterator[su
     )  # fmt: skip
     assert program.stdout is not None
     try:
-        said = []
+        lines = []
         for line in program.stdout:
-            said.append(line)
+            lines.append(line)
             if until in line:
                 break
-        assert until in "".join(said[-1:]), f"it ended before it printed {until!r}: {''.join(said)[-3000:]}"
+        assert until in "".join(lines[-1:]), f"it ended before it printed {until!r}: {''.join(lines)[-3000:]}"
         yield program
     finally:
         with contextlib.suppress(ProcessLookupError):

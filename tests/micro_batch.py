@@ -1,4 +1,4 @@
-"""A micro-batch of bytes for a small model: its tokens, how documents in a row are told, losses and gradients.
+"""A micro-batch of bytes for a small model: its tokens, its document boundaries, losses and gradients.
 
 Shape legend: S sequence, B batch.
 """
@@ -31,14 +31,14 @@ def packed(lengths: Sequence[int], **fields: Any) -> Any:
     return PackedSeqParams(**{**common, "max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths), **fields})
 
 
-def losses_of(model: Any, tokens: torch.Tensor, **told: Any) -> torch.Tensor:
-    """The loss of each token ``[B, S]``; each row one document, if it is not ``told`` otherwise."""
+def losses_of(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The loss of each token ``[B, S]``; each row is one document unless ``options`` divide it."""
     batch, length = tokens.shape[0], tokens.shape[1] - 1
-    options = {
+    inputs = {
         "position_ids": torch.arange(length).expand(batch, length), "attention_mask": None, "labels": tokens[:, 1:],
-        "loss_mask": torch.ones(batch, length), **told,
+        "loss_mask": torch.ones(batch, length), **options,
     }  # fmt: skip
-    return model(tokens[:, :-1], **options)
+    return model(tokens[:, :-1], **inputs)
 
 
 def backward(loss: torch.Tensor) -> None:
@@ -50,12 +50,12 @@ def backward(loss: torch.Tensor) -> None:
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """A copy of each parameter's gradient, where it has one."""
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
-def outcome(model: Any, tokens: torch.Tensor, **told: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def outcome(model: Any, tokens: torch.Tensor, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The losses of a micro-batch, :func:`losses_of` it, and the gradients of their mean alone."""
     model.zero_grad()
-    losses_BS = losses_of(model, tokens, **told)
+    losses_BS = losses_of(model, tokens, **options)
     backward(losses_BS.mean())
     return losses_BS.detach(), gradients(model)

@@ -41,14 +41,14 @@ def take_over(given: Any, taker: Any, format_: str) -> None:
     taker.load_state_dict(given.state_dict())
     if format_ == "fully_reshardable":
         state = {
-            index: {name: {0: one.clone()} for name, one in given._get_main_param_and_optimizer_states(its).items()}
+            index: {name: {0: value.clone()} for name, value in given._get_main_param_and_optimizer_states(its).items()}
             for index, its in enumerate(given.model_param_gbuf_map)
         }
     else:
         state = getattr(given, f"get_parameter_state_{format_}")()
     if format_ == "dp_reshardable":
         for buckets in (held for number in range(len(given.buffers)) for held in state[number].values()):
-            for parameter in (one for bucket in buckets for one in bucket):
+            for parameter in (entry for bucket in buckets for entry in bucket):
                 parameter["padding"] = False
     getattr(taker, f"load_parameter_state_from_{format_}")(state)
 

@@ -43,8 +43,8 @@ def words(
 ) -> list[str]:
     """Megatron's arguments that train ``model``: on the CPU in fp32 with Megatron's own layers, if not told otherwise."""
     on_cpu = {"precision": "fp32", "transformer_impl": "local"} if device == "cpu" else {}
-    given = {**on_cpu, "device": device, "data": tuple(data), "tokenizer": tokenizer_words(model), **training}
-    return list(lower(Run(model, layout or Layout(), Training(**given, extra=extra), model_class)))
+    options = {**on_cpu, "device": device, "data": tuple(data), "tokenizer": tokenizer_words(model), **training}
+    return list(lower(Run(model, layout or Layout(), Training(**options, extra=extra), model_class)))
 
 
 def parse(words: Sequence[str], world_size: int = 1) -> Namespace:
@@ -144,7 +144,7 @@ def on_ranks(module: str, count: int, folder: Path, *words: str) -> list[Any]:
 @contextlib.contextmanager
 def one_process(store: Path, **sizes: int | None) -> Iterator[None]:
     """The CPU lane and Megatron's process groups for one process, or one of several of these ``sizes`` meeting by ``store``."""
-    rank, world = (int(os.environ[name]) if sizes else one for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world = (int(os.environ[name]) if sizes else default for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     with cpu_lane():
         import torch
         from megatron.core import parallel_state

@@ -34,7 +34,7 @@ def model() -> Model:
 
 def make_data(folder: Path, texts: Sequence[Path] = ()) -> Path:
     """Write a small corpus, of ``texts`` or of a few modules of the library, and the file of options to ``folder``."""
-    prepare([str(one) for one in texts or [source.path for source in find_stdlib_sources()[:16]]], str(folder / "text"))
+    prepare([str(p) for p in texts or [source.path for source in find_stdlib_sources()[:16]]], str(folder / "text"))
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "nam56r_tiny", "overrides": OVERRIDES}))
     return folder
 
@@ -55,15 +55,15 @@ class Running:
     def finish(self, status: int = 0) -> str:
         """Wait for the end, which has to be with ``status``, and return what was printed."""
         try:
-            found = self.process.wait(timeout=forks.PATIENCE_S)
+            exit_status = self.process.wait(timeout=forks.PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
-            found = self.process.wait()
-        said = self.log.read_text(errors="replace")
+            exit_status = self.process.wait()
+        output = self.log.read_text(errors="replace")
         self.log.unlink()
-        if found != status:
-            raise AssertionError(f"the process ended with status {found}, expected {status}:\n{said[-3000:]}")
-        return said
+        if exit_status != status:
+            raise AssertionError(f"the process ended with status {exit_status}, expected {status}:\n{output[-3000:]}")
+        return output
 
 
 def start(program: Sequence[str], arguments: Sequence[str], data: Path | None, fate: str = "", **more: str) -> Running:

@@ -103,14 +103,14 @@ def commit(root: Path) -> None:
 
 def snapshot(root: Path) -> dict[str, bytes]:
     """Every file of the tree but git's own and Python's caches."""
-    found = {}
+    files = {}
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in (".git", "__pycache__")]
         for file in (os.path.join(folder, name) for name in names if name not in (".git", "__pycache__")):
             if os.path.isfile(file):
                 with open(file, "rb") as stream:
-                    found[os.path.relpath(file, root)] = stream.read()
-    return found
+                    files[os.path.relpath(file, root)] = stream.read()
+    return files
 
 
 def patch_of(root: Path, name: str, *targets: str, **fields: object) -> Patch:

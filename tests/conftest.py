@@ -53,7 +53,7 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Each test draws the same numbers, alone or after others: torch's CPU generator has another seed in every process."""
+    """Seed each test alike, whatever ran before it: torch's CPU generator has a different seed in every process."""
     if torch := sys.modules.get("torch"):
         torch.default_generator.manual_seed(1234)
 
@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.bridge)
         if item.path in gpu_files:
             item.add_marker(pytest.mark.gpu)
-    # Files with slow tests first: under --dist loadfile no worker is left alone with one in the end.
+    # Files with slow tests first, so that --dist loadfile does not end on a single busy worker.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

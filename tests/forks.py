@@ -69,7 +69,7 @@ _BRIDGES = (
 
 
 class Program:
-    """A program that was started, as ``subprocess.Popen`` has it: a session of its own, whose processes are its group."""
+    """A started program, as ``subprocess.Popen`` has it, in its own session and process group."""
 
     def __init__(self, pid: int, status: Path) -> None:
         self.pid = pid
@@ -128,7 +128,7 @@ def start(
     megatron: bool = False,
     **variables: str,
 ) -> Program | subprocess.Popen[bytes]:
-    """Start a program whose output goes to the file ``output``, and its errors to ``error``, or there, too."""
+    """Start a program that writes its output to the file ``output``, and its errors to ``error`` or, without it, also there."""
     words, error = list(map(str, words)), error or output
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**(os.environ | {"PYTHONPATH": path} if env is None else env), **variables}
@@ -198,7 +198,7 @@ def held_port() -> socket.socket:
 def wait_until(
     holds: Callable[[], object], said: Callable[[], str] = str, *, within_s: float = PATIENCE_S, every_s: float = 0.02
 ) -> None:
-    """Wait until it holds; fail, with what was ``said``, where it does not come to that."""
+    """Wait until ``holds()`` is true; on a timeout fail with the text that ``said`` returns."""
     until = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < until, f"not in {within_s} s: {said()[-3000:]}"
@@ -281,7 +281,7 @@ def _serve() -> dict[str, Any] | None:
     What is to have Megatron, a fork of this process does so, which imports it.
     """
     gc.set_threshold(50_000)  # of every program, too
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's, after whose end this here ends, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest; this process ends after it
     folder, *libraries = sys.argv[1:]
     for library in libraries:
         __import__(library)

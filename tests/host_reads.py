@@ -1,4 +1,4 @@
-"""Counts, on any device, the calls whose result the host reads: each of them makes the host wait for a GPU."""
+"""Counts, on any device, the calls that copy a result to the host: each would wait for a GPU."""
 
 from __future__ import annotations
 

@@ -9,6 +9,6 @@ import pytest
 
 
 def exhaustive_but(values: Iterable[Any], *default: Any) -> list[Any]:
-    """``values`` for ``parametrize``, tuples for several names: all but ``default`` are run in the exhaustive lane alone."""
+    """``values`` for ``parametrize``, tuples for several names: all but ``default`` run only in the exhaustive lane."""
     rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
     return [value if value in default else pytest.param(*row, marks=pytest.mark.exhaustive) for value, row in rows]

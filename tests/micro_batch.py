@@ -54,7 +54,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def outcome(model: Any, tokens: torch.Tensor, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The losses of a micro-batch, :func:`losses_of` it, and the gradients of their mean alone."""
+    """Return the losses of a micro-batch (:func:`losses_of`), and the gradients of only their mean."""
     model.zero_grad()
     losses_BS = losses_of(model, tokens, **options)
     backward(losses_BS.mean())

@@ -1,4 +1,4 @@
-"""Megatron's optimizers of a small model whose parameters are of given types; needs :func:`tests.stock.one_process`."""
+"""Megatron's optimizers of a small model with parameters of given dtypes; needs :func:`tests.stock.one_process`."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def words(
     model_class: str = GPT,
     **training: Any,
 ) -> list[str]:
-    """Megatron's arguments that train ``model``: on the CPU in fp32 with Megatron's own layers, if not told otherwise."""
+    """Megatron's arguments that train ``model``: by default on the CPU in fp32 with Megatron's own layers."""
     on_cpu = {"precision": "fp32", "transformer_impl": "local"} if device == "cpu" else {}
     options = {**on_cpu, "device": device, "data": tuple(data), "tokenizer": tokenizer_words(model), **training}
     return list(lower(Run(model, layout or Layout(), Training(**options, extra=extra), model_class)))
@@ -307,7 +307,7 @@ def build_on_meta(model: Model, layout: Layout | None = None, processes: int = 1
 
 
 def family(layer: Any) -> str:
-    """The letter of a built layer, told from its modules alone."""
+    """Return the letter of a built layer, inferred from its modules."""
     from megatron.core.transformer.experimental_attention_variant.absorbed_mla import AbsorbedMLASelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe.moe_layer import MoELayer

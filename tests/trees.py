@@ -67,7 +67,7 @@ def _completed(source: Path, target: Path) -> Path:
 
 
 def link_copy(source: Path, target: Path) -> Path:
-    """A copy whose files are hard links, so that it costs little: write to it through :func:`edit` alone."""
+    """A cheap copy made of hard links: write to it only through :func:`edit`."""
     shutil.copytree(source / ".git", target / ".git")
     shutil.copytree(
         source, target, copy_function=os.link, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", "__pycache__")
@@ -79,7 +79,7 @@ def link_copy(source: Path, target: Path) -> Path:
 
 
 def edit(file: Path, content: bytes) -> None:
-    """Give ``file`` new content, and leave the other links to it alone."""
+    """Give ``file`` new content without changing the other links to it."""
     mode = file.stat().st_mode
     file.unlink()
     file.write_bytes(content)
@@ -114,7 +114,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 
 
 def patch_of(root: Path, name: str, *targets: str, **fields: object) -> Patch:
-    """A patch whose fingerprints are those of the tree as it is."""
+    """A patch with the fingerprints of the tree as it is."""
     tree = SourceTree((root,))
     edits = tuple(Edit(target, (digest(tree.texts(target)[0]),), lambda original: original) for target in targets)
     return Patch(**{"name": name, "edits": edits, **WORDS, **fields})  # type: ignore[arg-type]

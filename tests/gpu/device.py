@@ -60,7 +60,7 @@ def assert_replays(
     others: Sequence[torch.Tensor],
     unordered: str = "",
 ) -> None:
-    """Fail unless ``run`` makes nobody wait, and its graph gives for other values what it gives (but for ``unordered``)."""
+    """Fail unless ``run`` never synchronizes and its graph replays other values with equal results (but for ``unordered``)."""
 
     def tensors() -> list[torch.Tensor]:
         outputs = run()

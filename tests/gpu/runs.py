@@ -68,7 +68,7 @@ def words_of(model: Model, *extra: str, corpus: str | None = None, **training: A
 
 
 def train(words: Sequence[str], record: Path, processes: int = 1, **environment: str) -> None:
-    """Train as ``words`` say, under a policy and a file that ``environment`` alone chooses; recorded in ``record``."""
+    """Train as ``words`` say, under a policy and a file that only ``environment`` chooses; recorded in ``record``."""
     inherited = {name: value for name, value in os.environ.items() if name not in (plugin_config.VARIABLE, CONNECTIONS)}
     done = subprocess.run(
         [*LAUNCH, "--nproc", str(processes), "--observe", str(record), "--", *words],

@@ -1,4 +1,4 @@
-"""nam56r_tiny in bf16 with Transformer Engine goes on from its checkpoint bit for bit, its fp32 parameters included."""
+"""nam56r_tiny in bf16 with Transformer Engine resumes from its checkpoint bit for bit, its fp32 parameters included."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(corpus: str, folder: Path, name: str, *extra: str) -> Trained:
 
 
 def assert_main_parameters_are_the_models(tensors: dict[str, torch.Tensor], prefix: str) -> None:
-    """Fail unless each main parameter, rounded, is the model's parameter of its name, and there are such in fp32 alone."""
+    """Fail unless each main parameter, rounded, is the model's parameter of its name, and some exist only in fp32."""
     mains = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
     assert len(mains) > 50
     assert [name for name, main in mains.items() if not torch.equal(main.to(tensors[name].dtype), tensors[name])] == []

@@ -1,4 +1,4 @@
-"""Runs whose layers are replayed as CUDA graphs, beside the same runs without: equal losses, and receipts that say what was."""
+"""Runs with layers replayed as CUDA graphs, compared with the same runs without: equal losses, and receipts that record it."""
 
 from __future__ import annotations
 

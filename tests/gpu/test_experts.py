@@ -1,4 +1,4 @@
-"""E layers on a GPU: ours beside stock's with Transformer Engine, no host wait, a CUDA graph, and training across both.
+"""E layers on a GPU: ours against stock's with Transformer Engine, no host wait, a CUDA graph, and training across both.
 
 Shape legend: S sequence, B batch, T tokens (S × B), D hidden, N experts.
 """
@@ -157,7 +157,7 @@ def test_the_host_waits_at_most_once_where_experts_are_divided(ranks: int, by: s
 def test_memory_is_not_above_stocks(pair: tuple[Any, Any]) -> None:
     hidden, gradient = draw()
     for layer in pair:
-        outcome(layer, hidden, gradient)  # what libraries keep from a process's first call is nobody's
+        outcome(layer, hidden, gradient)  # what libraries keep from a process's first call does not count
     ours, stocks = (peak(lambda layer=layer: outcome(layer, hidden, gradient)) for layer in pair)
     print(f"ours {ours / 2**20:.0f} MiB, stock's {stocks / 2**20:.0f} MiB")
     assert ours <= stocks

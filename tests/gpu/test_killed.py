@@ -1,4 +1,4 @@
-"""One of four GPUs' processes is killed in the middle of a run over NCCL: the others end, and a restart goes on bit for bit."""
+"""One of four GPU processes is killed in the middle of a run over NCCL: the others end, and a restart continues bit for bit."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_nothing_waits_for_the_device_and_a_graph_replays(known: bool) -> None:
 
 
 def test_at_the_size_of_the_model() -> None:
-    """8192 × 3584 × 65536 in bfloat16: what is held beside inputs and main_grad, the gradients that are returned counted in."""
+    """8192 × 3584 × 65536 in bfloat16: memory held on top of inputs and main_grad, including the returned gradients."""
     inputs, mask = masked(draw(8192, 3584, 65536, torch.bfloat16))
     weights = {"token_weight": mask}
     outcome(ours, draw(64, 64, 64, torch.bfloat16))  # the libraries' workspaces

@@ -112,7 +112,7 @@ def test_the_same_bits_each_time(way: str) -> None:
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("name", ["odd tokens", "one token"])
 def test_nothing_waits_and_a_graph_replays(way: str, name: str) -> None:
-    """Of weights that nobody renews before a replay: the graph quantises them."""
+    """Weights that are not renewed before a replay: the graph quantises them."""
     case = _bf16(CASES[name])
     inputs, others = draw(case, "cuda"), draw(case, "cuda", seed=1)
     assert_replays(lambda: outcome(BOTH[way], case, inputs), [*inputs.values()], [*others.values()])

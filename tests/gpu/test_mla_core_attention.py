@@ -87,7 +87,7 @@ def assert_same(
             assert float(error[few_SB[rows]].max() if few_SB.any() else 0.0) <= rms, "dq of queries that see few keys"
             actual, exact, other = (tensor[~few_SB] for tensor in (actual, exact, other))
         if name == "dk" and attention_mask is not None:
-            # In a short document the terms cancel in a key's gradient, too: there it is small beside other keys'.
+            # In a short document the terms cancel in a key's gradient, too: there it is small next to other keys'.
             few_TB = ((~hidden).sum(-2)[:, 0] <= EARLY).T.expand(actual.shape[:2])
             error = (actual.double() - exact)[few_TB].norm(dim=-1) / exact.norm(dim=-1).max()
             assert float(error.max() if few_TB.any() else 0.0) <= rms, "dk of keys that few queries see"
@@ -229,7 +229,7 @@ def test_nothing_is_copied() -> None:
 
 
 def assert_replays(op: Op, inputs: Inputs) -> None:
-    """Fail unless ``op`` makes nobody wait, and its CUDA graph gives for other inputs what it gives."""
+    """Fail unless ``op`` never synchronizes and its CUDA graph replays other inputs with equal results."""
     outcome(op, inputs)
     with without_waiting():
         outcome(op, inputs)

@@ -43,7 +43,7 @@ def test_strides_change_no_bit() -> None:
         if case.op in ("latents", "indexer_inputs"):  # products of PyTorch's, whose kernels may depend on strides
             continue
         expected = _everything(case)
-        for beside in (8, 3):  # 3: rows that begin at no multiple of 16 bytes, which are copied
+        for beside in (8, 3):  # 3: rows not aligned to 16 bytes, which are copied
             leaves = {}
             for name, leaf in case.leaves.items():
                 wide = torch.zeros(*leaf.shape[:-1], leaf.shape[-1] + beside, dtype=leaf.dtype, device="cuda")

@@ -1,4 +1,4 @@
-"""What the reference ops alone do on a GPU; their values are compared with the kernels' in those tests, in float64."""
+"""What only the reference ops do on a GPU; their values are compared with the kernels' in those tests, in float64."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_nan_stays_nan(deterministic: bool, widths: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("widths", [{}, DEEPSEEK], ids=["narrow", "wide"])
 def test_very_negative_scores(widths: dict[str, int]) -> None:
-    """Log-sum-exps far below the log of the least float, beside columns that select nothing."""
+    """Log-sum-exps far below the log of the least float, with columns that select nothing."""
     case = Case(S=200, ragged=True, H=14, **widths)
     inputs = draw(case, "cuda")
     inputs["q"][0].mul_(0.1)[..., 0] = 30.0
@@ -178,7 +178,7 @@ def test_offsets_beyond_31_bits() -> None:
 
 @pytest.mark.parametrize("case", [WIDE, Case(S=2048, H=128, N=2048, **DEEPSEEK)], ids=["narrow", "wide"])
 def test_nothing_is_gathered(case: Case) -> None:
-    """Of wide latents a chunk of scores is held beside the gradients, no more than :data:`launch.SCRATCH`."""
+    """For wide latents a chunk of scores is held with the gradients, no more than :data:`launch.SCRATCH`."""
     inputs = draw(case, "cuda")
     outcome(attend, case, inputs)
     q, kv, do = inputs["q"][0], inputs["kv"], inputs["do"][0]

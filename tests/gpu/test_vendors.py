@@ -105,7 +105,7 @@ def test_quack_experts_by_name_and_by_auto() -> None:
     needs = {"device": "cuda", "dtype": torch.bfloat16, "deterministic": True, "capturable": True}
     dispatcher, sizes = Dispatcher({"routed_mlp": "quack"}), {"hidden": 3584, "experts": 16}
     assert dispatcher.request("routed_mlp", ffn=896, **sizes, **needs).fn is quack.routed_mlp
-    automatic = Dispatcher()  # at the sizes of its rows alone
+    automatic = Dispatcher()  # only at the sizes of its rows
     request = sizes | {"expert_ranks": 1} | needs
     assert automatic.request("routed_mlp", ffn=896, **request).observed == "quack"
     assert automatic.request("routed_mlp", ffn=896, **request | {"expert_ranks": 2, "experts": 8}).observed == "triton"

@@ -65,7 +65,7 @@ def test_pieces_give_what_the_whole_gives(model: Any, lengths: list[int]) -> Non
 
 
 def test_a_context_is_begun_anew(model: Any) -> None:
-    """Another sequence in a context that was reset is not told of the first."""
+    """A reset context carries nothing over to the next sequence."""
     first, second = torch.randint(0, 256, (2, B, S), generator=torch.Generator().manual_seed(4))
     context = StaticInferenceContext(B, S)
     logits(model, first, context)

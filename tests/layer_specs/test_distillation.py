@@ -43,7 +43,7 @@ def core(model: Any, number: int) -> Any:
 
 
 def watch(model: Any) -> dict[int, list[dict[str, Any]]]:
-    """What every sparse layer's core attention is given from now on, in the order of its runs."""
+    """Record the arguments of every sparse layer's core attention from now on, in call order."""
     arguments: dict[int, list[dict[str, Any]]] = {number: [] for number in (FULL, *SHARED)}
     for number, runs in arguments.items():
 
@@ -136,7 +136,7 @@ def test_the_indexer_learns_the_mean_attention_of_the_layers_it_serves(
 
 
 def test_two_full_layers_learn_from_their_own_shared_layers(make: Callable[..., Any]) -> None:
-    """F F S: the first serves itself alone, under either word; the second learns from two layers under ``served``."""
+    """F F S: the first serves only itself, under either word; the second learns from two layers under ``served``."""
     grads = {}
     for distill in (OWN, SERVED):
         model = make(distill, schedule="FFS")

@@ -1,4 +1,4 @@
-"""Documents of one row in a whole model, told by packed sequences or by Megatron's mask, and what is refused.
+"""Documents of one row in a whole model, marked by packed sequences or Megatron's mask, and what is refused.
 
 Shape legend: S sequence, B batch, D hidden, K MTP depths.
 """
@@ -34,7 +34,7 @@ FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
 
 @pytest.fixture(scope="module")
 def make(process: Path) -> Callable[..., Any]:
-    """Builds equal models whose gradients are of the language model's loss alone: the others are means over a row."""
+    """Builds equal models with gradients of the language model's loss only: the others are means over a row."""
 
     def build(*words: str, mtp_depth: int = 0) -> Any:
         overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": mtp_depth}}
@@ -202,7 +202,7 @@ def test_packed_documents_do_not_see_the_next_ones_tokens(predicting: Any) -> No
     hidden = hidden_of(predicting, tokens, **packed(tokens))
     start = 0
     for length in LENGTHS:
-        # One document, told to be packed, so that what follows its last token is nothing in both.
+        # One document, marked as packed, so that nothing follows its last token in either.
         cut = {"position_ids": torch.arange(length)[None]}
         part = hidden_of(predicting, tokens[:, start : start + length + 1], **cut)
         torch.testing.assert_close(hidden[:, start : start + length], part, rtol=1e-4, atol=1e-4)

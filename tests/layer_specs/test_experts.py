@@ -1,4 +1,4 @@
-"""E layers with our experts and router beside stock's modules: same values, same gradients, and who is chosen when.
+"""E layers with our experts and router compared with stock's: same values, same gradients, and which one is chosen when.
 
 Shape legend: S sequence, B batch, N experts.
 """
@@ -154,7 +154,7 @@ def test_a_16_bit_model_counts_in_fp32(process: Path) -> None:
 
 @pytest.mark.parametrize(("fused", "flagged"), [(True, True), (True, False), (False, True)])
 def test_gradients_are_added_where_stocks_would_be(process: Path, fused: bool, flagged: bool) -> None:
-    """To ``main_grad`` where the run accumulates them fused; the hooks of data parallelism are told, where there are any."""
+    """Into ``main_grad`` where the run fuses accumulation; the hooks of data parallelism, if any, see the flag."""
     layer = stock.build(OVERRIDES, preset("nam56r_tiny"), process).train().decoder.layers[1].mlp
     weights = list(layer.experts.parameters())
     hidden = torch.randn(S, B, 128, generator=torch.Generator().manual_seed(0))

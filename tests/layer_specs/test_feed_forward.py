@@ -1,4 +1,4 @@
-"""MTP's feed-forward layer by the op ``feed_forward``: the model is stock's, and what stock alone can do stays with it.
+"""MTP's feed-forward layer by the op ``feed_forward``: the model matches stock's, and what only stock supports stays with it.
 
 And its projection, which may be in an FP8 scope.
 """

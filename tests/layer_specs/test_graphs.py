@@ -121,7 +121,7 @@ def test_graphs_that_layers_can_be_given_are_not() -> None:
 
 
 class Recording:
-    """Runs a layer as Megatron's manager does around a capture: runs whose results nobody wants, then one that counts."""
+    """Runs a layer as Megatron's manager does around a capture: discarded warm-up runs, then one that counts."""
 
     given: list[dict[str, Any]]
 

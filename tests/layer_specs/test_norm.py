@@ -1,4 +1,4 @@
-"""A layer's first norm by the op ``rms_norm``: the model is stock's, and what stock alone can do stays with it."""
+"""A layer's first norm by the op ``rms_norm``: the model matches stock's, and what only stock supports stays with it."""
 
 from __future__ import annotations
 

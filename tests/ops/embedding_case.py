@@ -19,7 +19,7 @@ def compared(
     draw = torch.Generator(device).manual_seed(3)
     weight = torch.randn(V, D, device=device, generator=draw).to(dtype).requires_grad_()
     token = torch.randint(0, V, (B, S), device=device, generator=draw)
-    token[:, ::2] = 1  # an entry of many tokens, whose sum takes several tiles
+    token[:, ::2] = 1  # an entry of many tokens: its sum takes several tiles
     shape = (S, B, D) if transposed else (B, S, D)
     gradient = torch.randn(shape, device=device, generator=draw).to(dtype)
     gradient = gradient.transpose(0, 1) if transposed else gradient

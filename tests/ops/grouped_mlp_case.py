@@ -49,7 +49,7 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tens
         score_TE[:, experts - case.topk :] += 100
     routing = torch.zeros(case.T, experts, dtype=torch.bool)
     routing.scatter_(1, score_TE.topk(case.topk).indices, True)
-    if case.routing == "lone":  # the first expert has the last token alone, those between have none
+    if case.routing == "lone":  # the first expert has only the last token, those between have none
         routing[-1, experts - 1], routing[-1, 0] = False, True
     tensors = {
         "x": normal(case.T, case.D),

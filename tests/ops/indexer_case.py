@@ -49,7 +49,7 @@ draw_exact = partial(draw, exact=True)
 
 
 def as_one_projection(inputs: Tensors) -> Tensors:
-    """The same q and w as columns of one matrix, whose rows begin anywhere, and k as columns of another."""
+    """The same q and w as columns of one matrix with unaligned rows, and k as columns of another."""
     q, k, w = inputs
     wide = pad(torch.cat([q.flatten(2), w], dim=2), (0, 3))[..., :-3]
     heads, width = q.shape[2:]
@@ -146,7 +146,7 @@ def assert_selected(
     print(f"{int(exchanged.sum()) // 2} of {int(wanted.sum())} keys are exchanged")
     top = score_BSS.abs().amax(-1)
     for chosen in (selected, wanted):
-        # Of what is in one selection alone, all scores are near each other.
+        # Keys that only one selection has: all their scores are near each other.
         rows = score_BSS.masked_fill(~(exchanged & chosen), 0.0)
         other = score_BSS.masked_fill(~(exchanged & ~chosen), 0.0)
         count = (exchanged & chosen).sum(-1)

@@ -294,7 +294,7 @@ def feed_forward_in_fp8(**sizes: int) -> None:
 
 
 def indexer_rows() -> None:
-    """Rows that a program keeps: distinct scores, ties, documents, zeros alone, and NaN."""
+    """Rows that a program keeps: distinct scores, ties, documents, only zeros, and NaN."""
     inputs, documents = indexer_case.draw(80, H=3, dtype=torch.float16), indexer_case.draw_documents(80, each=30)
     indexer_case.assert_selected(indexer.select(*inputs, 37), inputs, 37)
     indexer_case.assert_selected(indexer.select(*inputs, 37, documents), inputs, 37, documents)
@@ -324,7 +324,7 @@ def indexer_pieces() -> None:
 
 
 def indexer_long_rows() -> None:
-    """Rows of which only the scores between the bounds are read on: these, ties, zeros alone, and NaN, as in short ones."""
+    """Rows of which only the scores between the bounds are read on: these, ties, only zeros, and NaN, as in short ones."""
     indexer.LONG_ROW, indexer.TAKE_BEST = 0, indexer.TAKE_BEST | {"BLOCK": 64, "NEAR": 16}
     indexer_rows()
 
@@ -515,7 +515,7 @@ def recurrent_mixer(rms: float, part: tl.dtype, **how: Any) -> None:
 
 
 def recurrent_mixer_of_small_steps() -> None:
-    """M²RNN's forget gate where 1 is lost beside e^-15, the step."""
+    """M²RNN's forget gate where rounding loses 1 next to e^-15, the step."""
     case = m2rnn_case.Case(B=1, S=11, H=1, K=16, dtype=torch.float32, state=True)
     recurrence.products = lambda dtype: {"PART": tl.float32}
     recurrence.CANDIDATES = torch.float32

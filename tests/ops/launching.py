@@ -1,4 +1,4 @@
-"""A driver for Triton that launches nothing, beside its real compiler: ``python -m tests.ops.launching [RECORD]``.
+"""A Triton driver that launches nothing, with its real compiler: ``python -m tests.ops.launching [RECORD]``.
 
 Launches kernels of :mod:`megacpp_mcore.ops.adam` as if on a GPU, recorded in RECORD, and prints for each, as JSON, whether
 Triton's cache had it.

@@ -17,12 +17,12 @@ OUTPUTS = ("out", "h", "window")
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed; the inputs are the parts of one projection, with some more channels beside them.
+    """What is computed; the inputs are slices of one projection that has some more channels.
 
     Attributes:
         documents: whether a row holds several.
         state: whether a state comes in and is returned, with a gradient.
-        ranks: the number by which the sum of squares is multiplied in place of a sum over ranks; 1: no reduce at all.
+        ranks: the factor on the sum of squares that stands in for a sum over ranks; 1: no reduce at all.
     """
 
     B: int = 2

@@ -19,7 +19,7 @@ def leaves(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 
 
 def with_gradients(outputs: Mapping[str, torch.Tensor], own: Tensors, given: Sequence[torch.Tensor]) -> Tensors:
-    """The outputs, and behind a ``d`` the gradient of each leaf; ``given`` are those of the outputs, in any dtype."""
+    """The outputs, and each leaf's gradient under ``d`` and its name; ``given``: gradients of the outputs, in any dtype."""
     cotangents = [cotangent.to(output.dtype) for cotangent, output in zip(given, outputs.values(), strict=True)]
     gradients = torch.autograd.grad(list(outputs.values()), list(own.values()), cotangents)
     detached = {name: output.detach() for name, output in outputs.items()}
@@ -27,7 +27,7 @@ def with_gradients(outputs: Mapping[str, torch.Tensor], own: Tensors, given: Seq
 
 
 def main_grads(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, MainGrad]:
-    """Buffers of ones, and sevens for autograd in place of gradients."""
+    """Buffers of ones, and sevens for autograd instead of gradients."""
     return {
         name: MainGrad(torch.ones_like(weight, dtype=dtype), partial(torch.full_like, weight, 7.0))
         for name, weight in weights.items()

@@ -55,7 +55,7 @@ def build(
 
     Args:
         kernel: a function under ``triton.jit``.
-        tensors: the type of each argument that is no constant, such as ``*bf16``; all others are i32.
+        tensors: the type of each argument that is not constexpr, such as ``*bf16``; all others are i32.
         constants: the constants by name, None for a pointer that is not given; among them those of :data:`OPTIONS`.
         target: the GPU.
         multiples: the integers that are multiples of 16, which Triton looks at in a launch.

@@ -120,7 +120,7 @@ def eager(
 
 
 def assert_same(case: Case, inputs: dict[str, Any], found: Tensors, truth: Tensors, peer: Tensors, rms: float) -> None:
-    """Every result is the truth's. In the gradient of a query that selects few keys, terms cancel: it is measured by them."""
+    """Every result is the truth's. Terms cancel in the gradient of a query with few keys: errors are relative to them."""
     seen_SB = (inputs["index"] >= 0).sum(-1).T
     few_SB = (seen_SB > 0) & (seen_SB <= EARLY)
     failures = []
@@ -153,7 +153,7 @@ def assert_same_sums(case: Case, inputs: dict[str, Any], fn: Callable[..., Any],
 
 
 def _terms(case: Case, inputs: dict[str, Any], layer: int) -> torch.Tensor:
-    """The size of the terms in dq, one query at a time in place of a batch of keys that would be as large as the scores."""
+    """The size of the terms in dq, one query at a time instead of a batch of keys as large as the scores."""
     index_BSN, kv_TBK = inputs["index"], inputs["kv"]
     sizes = torch.zeros(case.S, case.B, case.H, dtype=torch.float64, device=kv_TBK.device)
     for b, s in ((index_BSN >= 0).sum(-1).clamp_max(EARLY + 1) % (EARLY + 1)).nonzero().tolist():

@@ -84,7 +84,7 @@ def test_what_other_hooks_raise_is_not_hidden(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_start_with_the_most_of_what_is_known_is_taken(run: Path, tmp_path: Path) -> None:
-    """Not one of an earlier Triton that has more, whose lines are refused only if there are no others."""
+    """Not one of an earlier Triton with more lines: those are refused only if there are no others."""
     own = builds.lines(run)
     others = [line.replace(triton.__version__, "3.5.0", 1) for line in [*own, own[0].replace("90", "91")]]
     for number, written in enumerate([others, own[:1], own], 1):

@@ -207,7 +207,7 @@ def indexer_variants(dtype: str) -> Iterator[Variant]:
     yield "selection, documents", indexer.score_keys, sig, indexer_launch.SCORE_KEYS | lone
     yield "selection", indexer.score_keys, sig, indexer_launch.SCORE_KEYS | lone | one_document
     for width, keys in itertools.product(indexer_launch.SCORE_ALL, ("multiple of 16", "any")):
-        launch = indexer_launch.SCORE_ALL[width] | one_document  # the number of heads is no constant
+        launch = indexer_launch.SCORE_ALL[width] | one_document  # the number of heads is not constexpr
         yield f"all keys, {width}, {keys}", indexer.score_keys, sig, launch
         yield f"all keys, {width}, {keys}, fp32", indexer.score_keys, sig | types(fp32="w_SBH"), launch
     yield "take_best", indexer.take_best, sig, indexer_launch.TAKE_BEST | {"near_BRC": None}

@@ -1,4 +1,4 @@
-"""The ops by their names in megacpp_mcore.ops: without Megatron, beside packages of the same names, with labels to ignore."""
+"""The ops by their names in megacpp_mcore.ops: without Megatron, next to packages of the same names, with labels to ignore."""
 
 from __future__ import annotations
 

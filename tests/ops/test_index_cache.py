@@ -1,4 +1,4 @@
-"""The index cache alone; indices are any object. What layers make of it: tests/patches/test_dsa_index_cache.py."""
+"""The index cache by itself; indices are any object. How layers use it: tests/patches/test_dsa_index_cache.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_forward_passes_that_interleave_are_found_out() -> None:
 
 
 def test_recompute_in_a_thread_of_its_own_and_after_a_failure() -> None:
-    """As on a GPU, whose backward passes run in another thread than the forward passes."""
+    """As on a GPU, where the backward pass runs in another thread than the forward pass."""
     cache, seen = IndexCache({2: 1}), []
 
     def fail() -> None:

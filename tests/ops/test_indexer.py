@@ -180,7 +180,7 @@ def test_no_more_scores_at_a_time_than_the_scratch_holds(monkeypatch):
 @pytest.mark.parametrize("topk", [1, 3, 20])
 def test_loss_matches_loop(topk):
     score = draw_scores(2, 9)
-    index = blinded(causal_topk(score, topk))  # a row of -1 alone
+    index = blinded(causal_topk(score, topk))  # a row of only -1
     target = draw_target(index.shape)
 
     def keys_of(b, i):

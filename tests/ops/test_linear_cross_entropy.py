@@ -146,7 +146,7 @@ def test_any_factor_that_the_weights_are_multiplied_by(dtype: torch.dtype) -> No
         assert not any(
             bool(g.isfinite().any()) for g in torch.autograd.grad(loss, leaves, weight * factor, retain_graph=True)
         )
-    for scale in (1e-20, 3e19):  # whose squares float32 does not hold
+    for scale in (1e-20, 3e19):  # their squares leave float32's range
         large = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight * scale).loss
         grad, want = (
             torch.autograd.grad(y, hidden, weight * by, True)[0] for y, by in ((large, scale / 2), (plain, 0.5))

@@ -24,7 +24,7 @@ def _forgotten() -> Iterator[None]:
 
 
 def copied(w: torch.Tensor, into: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...]:
-    """A copy in place of what a kernel gives."""
+    """A copy instead of a kernel's output."""
     return (w.detach().clone() if into is None else into[0].copy_(w),)
 
 

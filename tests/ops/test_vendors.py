@@ -1,4 +1,4 @@
-"""Kernels of other packages where these are not installed: what is said, and what of ours stands beside them."""
+"""Kernels of other packages where these are not installed: the messages, and which of ours are available instead."""
 
 from __future__ import annotations
 

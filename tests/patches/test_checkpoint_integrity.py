@@ -167,7 +167,7 @@ def test_no_code_in_a_checkpoint_is_run(
     if where == "metadata":
         (folder / "iter_0000003" / ".metadata").write_bytes(pickle.dumps(evil))
         integrity.write_manifest(folder / "iter_0000003")
-    # Megatron's own call asks for everything, and with this variable torch would, too, where nobody says.
+    # Megatron's own call asks for everything, and with this variable torch would, too, by default.
     with (
         mock.patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"),
         pytest.raises(BaseException) as refused,  # noqa: PT011

@@ -1,4 +1,4 @@
-"""``megacpp-mcore compat`` on small seeded trees: what is told apart, and the exit status of each."""
+"""``megacpp-mcore compat`` on small seeded trees: which changes it distinguishes, and the exit status of each."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_lengths_of_other_ranks_are_checked_in_eager_mode_only(process: Path) ->
 @pytest.mark.parametrize("cp_size", exhaustive_but([1, 2], 2))
 @pytest.mark.parametrize("padding", exhaustive_but([0, 4, None], 4))
 def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_size: int, padding: int | None) -> None:
-    """``padding``: rows behind the last sequence; None: none, and the caller says so."""
+    """``padding``: rows behind the last sequence; None: none, as the caller asserts."""
     bounds = torch.tensor(cu_seqlens, dtype=torch.int32)
     size = 24 // cp_size + (padding or 0)
     module = importlib.import_module(f"{DSA}_layout")

@@ -1,4 +1,4 @@
-"""The patch dsa-index-cache on stock GPT models with DSA, beside stock and beside a reference that injects indices.
+"""The patch dsa-index-cache on stock GPT models with DSA, compared with stock and with a reference that injects indices.
 
 The reference is stock without sharing, recompute or overlap: Shared layers are given the indices that Full layers recorded.
 Legend: B batch, S sequence, N top-k.
@@ -62,7 +62,7 @@ def transformer_config(layers: int = LAYERS, **changes: Any) -> Any:
 
 
 def block_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The stock spec of this rank's decoder layers, on CPU linears: what upstream has for Transformer Engine alone."""
+    """The stock spec of this rank's decoder layers, on CPU linears: upstream has it only for Transformer Engine."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -112,7 +112,7 @@ def build_hybrid(config: Any) -> Any:
 
 
 def with_weights_of_their_names(model: Any) -> Any:
-    """The model, to be trained, with weights that depend on their names alone."""
+    """The model, to be trained, with weights that depend only on their names."""
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -302,7 +302,7 @@ def test_two_micro_batches_in_flight(
     roles, order = ("FSSFSS", (0, 1)) if how == "periodic" else ("FSSFSF", (1, 0))
     model = build(transformer_config(**RECOMPUTE[recompute], **(PERIODIC if how == "periodic" else {})))
     assert ["F" if layer.indexer is not None else "S" for layer in dsa_layers(model).values()] == list(roles)
-    # A Full layer that serves nobody may use stock's fused attention, which sharing would rule out.
+    # A Full layer that serves no other may use stock's fused attention, which sharing would rule out.
     assert [layer.index_share for layer in dsa_layers(model).values()] == [True] * 5 + [roles[5] == "S"]
     spy = Spy()
     with spy.watching(model):

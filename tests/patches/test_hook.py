@@ -146,7 +146,7 @@ def test_a_class_that_was_defined_anew_has_lost_its_patch(is_new: bool, modules:
 
 
 def test_other_finders_and_loaders(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that Python passes over; one loader for all modules, as of pytest; and a module that is run beside sys.modules."""
+    """One that Python passes over; one loader for all modules, as of pytest; and a module that runs outside sys.modules."""
     a, other = modules(a=ONE, other="x = 1\n")
 
     class Shared(importlib.machinery.PathFinder):
@@ -281,7 +281,7 @@ def test_definitions_under_conditions_and_what_is_missing(tmp_path: Path, monkey
 
 
 def test_an_editable_install_is_found(tmp_path: Path) -> None:
-    """Its finder gives ``megatron`` a path that is no folder, and sys.path lacks the tree."""
+    """Its finder gives ``megatron`` a path that is not a directory, and sys.path lacks the tree."""
     core = tmp_path / "tree" / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")

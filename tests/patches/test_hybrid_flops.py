@@ -229,7 +229,7 @@ def test_our_model_is_counted_whole(
     args.padded_vocab_size = 512
     assert ours(args, 5) == flops.step(model, 5, vocab_size=512).total.training
     assert ours(args, 5) != upstream(args, 5)
-    afresh = _audited_count(upstream)  # nobody tells it of documents
+    afresh = _audited_count(upstream)  # it does not know the documents
     for _ in range(2):
         packed = afresh(args, 5, total_real_tokens_in_batch=17.0, seqlen_squared_sum_in_batch=100.0)
         assert packed == flops.step(model, 5, vocab_size=512).total.training

@@ -162,7 +162,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_same(model: Any, heads: int) -> None:
-    """Losses and gradients of the model with the patch beside those of stock."""
+    """Compare losses and gradients of the patched model with stock's."""
     fused = model.config.cross_entropy_loss_fusion
     model.config.cross_entropy_loss_fusion = False  # stock's fused one rounds its gradient to bfloat16 in any model
     expected = outcome(model)

@@ -49,7 +49,7 @@ def test_the_count_is_exchanged_where_the_loss_is(exchanged: mock.Mock) -> None:
 
 @pytest.mark.parametrize("is_data", [False, True])
 def test_ranks_do_not_ask_each_other_where_no_loss_is_read(exchanged: mock.Mock, is_data: bool) -> None:
-    """In evaluation, and for data that is no loss: on the last rank alone, which would wait for the others for ever."""
+    """In evaluation, and for data that is no loss: only on the last rank, which would wait for the others forever."""
     with torch.set_grad_enabled(is_data):
         expected = calc(torch.ones(()), is_data=is_data)
         with stock.patched(PATCH):

@@ -80,7 +80,7 @@ def test_depth_k_predicts_the_token_at_t_plus_k_plus_1(model: Any, tokens: torch
 
 @pytest.mark.parametrize("changed", exhaustive_but([5, 9, S - 1], 9))
 def test_no_depth_sees_the_token_it_predicts(model: Any, tokens: torch.Tensor, changed: int) -> None:
-    """Another token at ``changed``, in the inputs alone: position t of depth k may notice from t = changed − k on."""
+    """Another token at ``changed``, only in the inputs: position t of depth k may notice from t = changed − k on."""
     other = tokens.clone()
     other[:, changed] = (other[:, changed] + 101) % 256
     with torch.no_grad(), recorded(model) as before:
@@ -119,7 +119,7 @@ def depth_gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> lis
 
 @pytest.mark.parametrize("masked", exhaustive_but([False, True], True))
 def test_each_depth_weighs_by_the_decay(model: Any, tokens: torch.Tensor, masked: bool) -> None:
-    """λ·β^(k−1) / Σ β^(j−1), as gradients of the mean loss of each depth's tokens; upstream alone: λ / K for every depth."""
+    """λ·β^(k−1) / Σ β^(j−1), as gradients of the mean loss of each depth's tokens; without the patch: λ / K for every depth."""
     weights = with_overrides(preset("nam56r_tiny"), OVERRIDES).mtp.weights
     assert weights == pytest.approx((0.3 / 1.6, 0.3 * 0.6 / 1.6))
     mask = torch.ones(B, S)

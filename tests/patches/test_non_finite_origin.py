@@ -217,7 +217,7 @@ def test_checks_on_a_gpu_wait_for_the_end_of_the_step(value: float, monkeypatch:
 def test_a_spike_beside_it_hides_no_value_that_is_not_finite(
     losses: tuple[float, float], monkeypatch: pytest.MonkeyPatch, process: Path
 ) -> None:
-    """The step is repeated for one check alone: the spike's, which stops nothing, if that comes first."""
+    """The step is repeated for only one check: the spike's, which stops nothing, if that comes first."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     monkeypatch.setattr(non_finite_origin, "DEVICE", "cpu")

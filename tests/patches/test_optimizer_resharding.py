@@ -218,7 +218,7 @@ GROUP = {"lr": 1.0, "pre_wd_mult": 0.0, "pre_lr_mult": 1.0, "is_expert_parallel"
 
 
 def test_the_file_format_is_loaded_as_it_is() -> None:
-    """In the format torch a distributed optimizer's state has groups alone; its tensors are in another file."""
+    """In the format torch a distributed optimizer's state has only groups; its tensors are in another file."""
     inner = mock.Mock(spec=DistributedOptimizer)
     state = {"optimizer": {"param_groups": [GROUP | {"step": 3}]}}
     _chained(inner)(state)

@@ -173,7 +173,7 @@ def test_what_cannot_be_kept_is_refused(settings: dict[str, Any], values: list[s
 
 
 def test_what_cannot_be_kept_of_one_dtype_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is Transformer Engine; what upstream makes here is PyTorch's Adam in its place."""
+    """With Transformer Engine; here upstream makes PyTorch's Adam instead."""
     from megatron.core import optimizer as module
 
     narrow = AWARE | {"exp_avg_dtype": torch.float16}

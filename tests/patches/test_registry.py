@@ -137,7 +137,7 @@ def test_status_is_json_and_one_line_is_logged_on_rank_0(
     only = patch("one", target)
     reg = registry(only)
     line = f"patch one applied to {target} (megatron-core {VERSION})"
-    # Where the log drops the line, as it does unless somebody set it up, it goes to stderr; on rank 0 alone.
+    # Where the log drops the line, as it does unless it is configured, it goes to stderr; only on rank 0.
     for rank, level, logged, printed in (
         ("0", logging.INFO, [line], ""),
         ("1", logging.INFO, [], ""),
@@ -258,7 +258,7 @@ def test_foreign_wrappers_are_refused(hosts: Hosts) -> None:
     with raises(PatchError, "'one'", f"{hosts[0].__name__}:double", code="not-applied"):
         second.apply(["one"])
     first.revert()
-    # functools.wraps makes the wrapper's source read as the original's: the fingerprint alone would accept it.
+    # functools.wraps makes the wrapper's source read as the original's: a fingerprint by itself would accept it.
     host.double = adding(1)(original)
     assert fingerprint(target) == doubling.edits[0].fingerprints[0]
     with pytest.raises(PatchError, match=r":double .* \(.*throwaway.py:\d+\)"):

@@ -34,7 +34,7 @@ def holders() -> dict[tuple[str, str], int]:
 
 def changed(before: dict[tuple[str, str], int]) -> set[tuple[str, str]]:
     after = holders()
-    # What a class or module gained meanwhile by itself (caches) is nobody's patch.
+    # What a class or module gained meanwhile by itself (caches) is not a patch.
     return {place for place, identity in before.items() if after.get(place) != identity}
 
 

@@ -1,4 +1,4 @@
-"""The small patches, and what sp-norm-gradients refuses and leaves alone.
+"""The small patches, and what sp-norm-gradients refuses and does not touch.
 
 Shape legend: S sequence, B batch, D hidden, E experts.
 """
@@ -122,7 +122,7 @@ def without_helper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], Any], made: list[list[str]]) -> None:
-    """Upstream runs make whatever is there: in the wheel's folder, which has the compiled helper and no Makefile."""
+    """Upstream always runs make: in the wheel's folder, which has the compiled helper and no Makefile."""
     place = Path(str(importlib.import_module("megatron.core.datasets.utils").__file__)).parent
     assert not (place / "Makefile").exists()
     assert importlib.import_module(dataset_helpers.HELPER).__file__
@@ -167,7 +167,7 @@ def test_a_folder_without_a_helper(
 def test_every_rank_has_the_helper_before_it_is_needed(
     applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Upstream's start-up step compiles on rank 0 alone; here it is rank 1."""
+    """Upstream's start-up step compiles only on rank 0; here it is rank 1."""
     initialize = importlib.import_module("megatron.training.initialize")
     importlib.import_module(dataset_helpers.HELPER)
     reached: list[bool] = []

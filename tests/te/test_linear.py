@@ -94,7 +94,7 @@ def test_the_local_layers_of_the_model(tmp_path: Path) -> None:
     with stock.one_process(tmp_path / "store"):
         built = stock.build({}, preset("nam56r_tiny"), tmp_path)
         why = {layer.name: layer.why for layer in linear.plan(built)}
-        # Why torchao, which converts this class alone, has nothing to convert.
+        # Why torchao, which converts only this class, has nothing to convert.
         assert not [name for name, module in built.named_modules() if isinstance(module, Linear)]
     swapped = {name.rpartition(".")[2] for name, reason in why.items() if not reason}
     assert {"linear_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1", "linear_fc2"} <= swapped

@@ -21,7 +21,7 @@ from tests.errors import raises
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine with Transformer Engine, none of whose entry points a refused call may reach."""
+    """Pretend that Transformer Engine is installed; a refused call may reach none of its entry points."""
 
     def entry(name: str) -> Any:
         raise AssertionError(f"{name} was reached")

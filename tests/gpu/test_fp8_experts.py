@@ -176,10 +176,10 @@ def pair(process: None) -> tuple[Any, Any]:
     without.quant_recipe = None
     groups = ProcessGroupCollection.use_mpu_process_groups()
     built = []
-    for precision in (config, without):
-        spec = expert_layer_spec(precision, parts_for(precision), Dispatcher({"experts": STOCK}))
+    for variant in (config, without):
+        spec = expert_layer_spec(variant, parts_for(variant), Dispatcher({"experts": STOCK}))
         submodules = spec.submodules.mlp.keywords["submodules"]
-        built.append(submodules.experts(16, precision, pg_collection=groups, name="decoder.layers.1.mlp.experts"))
+        built.append(submodules.experts(16, variant, pg_collection=groups, name="decoder.layers.1.mlp.experts"))
     ours, plain = built
     ours.set_layer_number(2)
     with torch.no_grad():

@@ -156,7 +156,7 @@ def test_weights_that_graphs_read_quantised_are_renewed_before_a_replay(monkeypa
     monkeypatch.setattr(
         cuda_graphs.CudaGraphManager,
         "get_cudagraph_runner",
-        lambda *given: calls.append(str(torch.equal(made, layer.weight))),
+        lambda *args: calls.append(str(torch.equal(made, layer.weight))),
     )
     graphs.GraphManager.get_cudagraph_runner(graphs.GraphManager.__new__(graphs.GraphManager), layer, (), {}, True)
     assert calls == ["True"]

@@ -235,9 +235,9 @@ def test_ops_in_place_of_projections_and_norms_do_what_these_do(model: Any, toke
         ):
             if getattr(module, holder, None) is not None:
                 setattr(module, holder, dataclasses.replace(getattr(module, holder), observed="another", fn=op))
-                for each in called:
-                    getattr(module, each).register_forward_pre_hook(
-                        lambda *_, each=each: pytest.fail(f"{each} was called")
+                for method in called:
+                    getattr(module, method).register_forward_pre_hook(
+                        lambda *_, method=method: pytest.fail(f"{method} was called")
                     )
                 replaced.append(name.rpartition(".")[2])
     assert set(replaced) == {"self_attention", "indexer"}
@@ -642,7 +642,7 @@ def test_what_no_test_covers_yet_is_refused(
 
 def test_every_op_that_can_be_asked_for_by_name_is_one_that_the_model_runs(process: Path) -> None:
     made: list[Dispatcher] = []
-    remembered = mock.Mock(side_effect=lambda *given, **how: made.append(Dispatcher(*given, **how)) or made[-1])
+    remembered = mock.Mock(side_effect=lambda *args, **kwargs: made.append(Dispatcher(*args, **kwargs)) or made[-1])
     with mock.patch.object(nam56r, "Dispatcher", remembered):
         stock.build({}, preset("nam56r_tiny"), process)
     (dispatcher,) = made

@@ -154,7 +154,7 @@ def test_triton_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(by_triton) == 7
     call()
     assert len(by_triton) == 7
-    tuned = triton.heuristics({"WIDE": lambda given: given["size"] > 4})(store)
+    tuned = triton.heuristics({"WIDE": lambda args: args["size"] > 4})(store)
     for size in (3, 5):
         launch(tuned, (1,), X, X, size, 5, 0.5, BLOCK=16)
     assert len(by_triton) == 9
@@ -168,7 +168,7 @@ def test_a_compiled_function_has_the_kernel_in_its_graph(driver: Driver, monkeyp
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         traced.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return lambda *given: ()
+        return lambda *args: ()
 
     def run(x: torch.Tensor) -> None:
         launch(store, (1,), x, x, 3, 5, 0.5, BLOCK=16, WIDE=False)

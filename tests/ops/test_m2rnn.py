@@ -130,7 +130,7 @@ def test_chunked_is_sequential_with_every_gradient(shape: Shape) -> None:
             assert_parity(outputs[name], tensor, rms=1e-10, name=f"{name}, a state every {every}")
     zeros = tensors | {"h0": torch.zeros_like(tensors["h0"])}
     states = zip(ref.m2rnn_chunked(*list(zeros.values())[:-1]), ref.m2rnn_sequential(*list(zeros.values())[:-1]),
-                chunked(zeros), sequential(zeros), strict=True)  # fmt: skip
+                 chunked(zeros), sequential(zeros), strict=True)  # fmt: skip
     for short, step, full, truth in states:
         assert torch.equal(short, full)
         assert torch.equal(step, truth)

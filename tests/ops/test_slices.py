@@ -23,10 +23,10 @@ class _Scaled(torch.autograd.Function):
         return tuple(part * (place + 1) for place, part in enumerate(parts))
 
     @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         made = empty_gradients(*ctx.saved_tensors)
         for place, gradient in enumerate(made):
-            gradient.copy_(given[place] * (place + 1))
+            gradient.copy_(incoming[place] * (place + 1))
         ctx.storages += [gradient.untyped_storage().data_ptr() for gradient in made]
         return None, *made
 

@@ -68,7 +68,7 @@ def test_a_disabled_vendor_is_absent(disabled: dict[str, str]) -> None:
     candidates = {candidate.name: candidate for candidate in (*own_candidates(), *linear_cross_entropy_candidates())}
     assert {name: candidates[name].present().reason for name in switches.NAMES} == disabled
     for op, name in (("mla", "flash4"), ("routed_mlp", "quack")):
-        for request in (lambda one: one.request(op, device="cuda"), Dispatcher.check_named):  # noqa: B023
+        for request in (lambda dispatcher: dispatcher.request(op, device="cuda"), Dispatcher.check_named):  # noqa: B023
             with raises(BackendError, repr(name), f"op {op}", disabled[name], code="cannot-run"):
                 request(Dispatcher({op: name}))
 

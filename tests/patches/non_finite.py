@@ -75,10 +75,10 @@ def spoilt(chunks: list[Any], case: str) -> Iterator[int]:
             first.register_hook(poisoned)
         return (first, *output[1:]) if isinstance(output, tuple) else first
 
-    def hold(layer: Any, given: torch.Tensor, made: torch.Tensor) -> None:
+    def hold(layer: Any, inputs: torch.Tensor, made: torch.Tensor) -> None:
         if layer.layer_number == number and kind == "layer gradient":
             made.register_hook(poisoned)
-        non_finite_origin.hold(layer, given, made)
+        non_finite_origin.hold(layer, inputs, made)
 
     handle = module.register_forward_hook(hook) if module is not None else contextlib.nullcontext()
     with handle, mock.patch.object(layer_plan, "hold", hold):

@@ -148,14 +148,14 @@ def test_tensors_that_have_moved_are_found_again(calls: list[tuple[Any, ...]]) -
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
-    "first step": lambda one: one.optimizer.state.clear(),
-    "own main weights": lambda one: setattr(one.optimizer, "master_weights", True),
-    "16-bit moments": lambda one: setattr(one.optimizer, "name_to_dtype_map", {"exp_avg": torch.bfloat16}),
-    "FP8 parameters": lambda one: setattr(one.ddp_config, "fp8_param_gather", True),
-    "quantised": lambda one: setattr(one.buffers[0].buckets[0], "param_data", one.buffer.as_subclass(Quantised)),
-    "no bias correction": lambda one: one.optimizer.param_groups[0].update(bias_correction=False),
-    "Apex": lambda one: setattr(type(one.optimizer), "__module__", "apex.optimizers"),
-    "PyTorch": lambda one: setattr(type(one.optimizer), "__module__", "torch.optim.adam"),
+    "first step": lambda outer: outer.optimizer.state.clear(),
+    "own main weights": lambda outer: setattr(outer.optimizer, "master_weights", True),
+    "16-bit moments": lambda outer: setattr(outer.optimizer, "name_to_dtype_map", {"exp_avg": torch.bfloat16}),
+    "FP8 parameters": lambda outer: setattr(outer.ddp_config, "fp8_param_gather", True),
+    "quantised": lambda outer: setattr(outer.buffers[0].buckets[0], "param_data", outer.buffer.as_subclass(Quantised)),
+    "no bias correction": lambda outer: outer.optimizer.param_groups[0].update(bias_correction=False),
+    "Apex": lambda outer: setattr(type(outer.optimizer), "__module__", "apex.optimizers"),
+    "PyTorch": lambda outer: setattr(type(outer.optimizer), "__module__", "torch.optim.adam"),
 }
 
 

@@ -123,7 +123,7 @@ def test_a_layer_of_stocks_trains_as_before_and_holds_no_scores_of_all_keys(tmp_
 
 OUTSIDE: dict[str, Any] = {
     "float64": doubled,
-    "float16": lambda given: (given[0].detach().half().requires_grad_(), *given[1:]),  # beside float32
+    "float16": lambda tensors: (tensors[0].detach().half().requires_grad_(), *tensors[1:]),  # beside float32
 }
 
 

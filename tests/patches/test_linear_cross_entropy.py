@@ -429,7 +429,7 @@ def test_stock_stays_for_callers_who_need_logits(process: Path, tmp_path: Path) 
     losses = forward(model)
     with patched(), counted_losses() as made:
         assert torch.equal(forward(model, labels=None), logits)
-        seen = forward(model, output_processor=lambda **given: given["output_layer"](given["hidden_states"])[0])
+        seen = forward(model, output_processor=lambda **kwargs: kwargs["output_layer"](kwargs["hidden_states"])[0])
         assert torch.equal(seen.transpose(0, 1), logits)
         InferenceMode.set_active()
         try:

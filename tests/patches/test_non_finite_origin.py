@@ -94,7 +94,7 @@ def expected(case: str, layer: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mode", "case"), [one for one in non_finite.TRIED if "activation" not in one[1] or one[0] != non_finite.UNCHECKED]
+    ("mode", "case"), [row for row in non_finite.TRIED if "activation" not in row[1] or row[0] != non_finite.UNCHECKED]
 )
 def test_the_run_stops_before_the_update_and_names_rank_layer_and_family(
     tried: dict[str, Any], mode: str, case: str

@@ -137,7 +137,7 @@ def test_the_first_step_begins_at_the_weights_of_that_time() -> None:
 
 
 def test_without_the_flag_nothing_is_asked_of_a_chunk() -> None:
-    make = stock.makes(PATCH)["_get_megatron_optimizer_based_on_param_groups"](lambda *asked: asked)
+    make = stock.makes(PATCH)["_get_megatron_optimizer_based_on_param_groups"](lambda *args: args)
     config = types.SimpleNamespace(use_precision_aware_optimizer=False)
     assert make(config, [torch.nn.Linear(2, 2)], [{}])[0] is config
 

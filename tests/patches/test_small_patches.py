@@ -421,7 +421,7 @@ def left_behind(dispatcher: str) -> int:
     inputs: list[weakref.ref[torch.Tensor]] = []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(
-            lambda _, args, given: inputs.append(weakref.ref(given["hidden_states"])), with_kwargs=True
+            lambda _, args, kwargs: inputs.append(weakref.ref(kwargs["hidden_states"])), with_kwargs=True
         )
     losses = micro_batch.losses_of(model, micro_batch.draw_tokens(B, S), attention_mask=micro_batch.causal_mask(S))
     micro_batch.backward(losses.mean())

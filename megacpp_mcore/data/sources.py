@@ -36,6 +36,13 @@ _LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
 _TABLE = ".parquet"
 _UNKNOWN = (".xz", ".bz2", ".zip", ".tar", ".tgz", ".arrow")
+_STARTS = {
+    b"\x1f\x8b": "gzip: name the file .gz",
+    b"\x28\xb5\x2f\xfd": "Zstandard: name the file .zst",
+    b"\xff\xfe": "UTF-16: convert it by iconv",
+    b"\xfe\xff": "UTF-16: convert it by iconv",
+}
+"""What a file is that begins so, and what to do."""
 JSON_KEY = "text"
 LEFT_OUT = (".*", "__pycache__")
 """Names of files and folders that are ignored in a folder."""
@@ -306,7 +313,7 @@ def read_documents(
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        _refuse(source, error.start, f"byte 0x{text[error.start]:02x} is not UTF-8", skipped)
+        _refuse(source, error.start, _undecodable(text, error), skipped)
         return
     first, _, rest = text.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     second, record = rest.lstrip().partition(b"\n")[0], _record(first)
@@ -391,10 +398,15 @@ def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped]
         found = f"found {keys}: --json-key names another" if keys else "found no object with keys"
         raise ValueError(f"no string under the key {json_key!r}; {found}")
     except UnicodeDecodeError as error:
-        _refuse(source, offset + error.start, f"byte 0x{line[error.start]:02x} is not UTF-8", skipped)
+        _refuse(source, offset + error.start, _undecodable(line, error), skipped)
     except (ValueError, RecursionError) as error:
         _refuse(source, offset, f"the JSON line that begins there is not usable: {error}", skipped)
     return b""
+
+
+def _undecodable(text: bytes, error: UnicodeDecodeError) -> str:
+    kind = next((f", and it begins like {kind}" for start, kind in _STARTS.items() if text.startswith(start)), "")
+    return f"byte 0x{text[error.start]:02x} is not UTF-8{kind}"
 
 
 def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | None) -> None:

@@ -348,7 +348,9 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
         ("text.TAR.gz", gzip.compress(b"a.txt\0\0text", mtime=0), [".tar", "unpack"]),
         ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects"]),
         ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object"]),
-        ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text"]),
+        ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text", "UTF-16"]),
+        ("packed.txt", gzip.compress(b"text", mtime=0), ["0x8b", "UTF-8 text", ".gz"]),
+        ("packed.jsonl", gzip.compress(b'{"text": "one"}', mtime=0), ["0x8b", "JSON objects", ".gz"]),
         ("mark.jsonl", b'\xef\xbb\xbf{"text": "one"}\n', ["UTF-8 BOM"]),
     ],
 )

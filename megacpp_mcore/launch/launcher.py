@@ -172,10 +172,6 @@ def _run_processes(nproc: int, words: Sequence[str]) -> int:
 
 def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
     """Run the script in this process; its exit passes through the recording, which thus records a failure."""
-    import torch
-
-    from megacpp_mcore.checkpoints.folder import release as release_folder
-
     if sys.flags.optimize:
         raise LaunchError(
             "Python runs with -O or PYTHONOPTIMIZE, without the assertions by which Megatron checks a run; leave it out"
@@ -186,57 +182,9 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
         stack.enter_context(mock.patch.object(sys, "argv", [entry, *chosen.arguments]))
         say(chosen.describe(int(os.environ["WORLD_SIZE"])))
         with refusals.in_one_line(None):
-            stack.enter_context(ranks.met(chosen.arguments))
-        settings = chosen.settings
-        if settings is not None:
-            vendor_switches.configure(settings.vendors, str(settings.path))
-            Dispatcher(settings.backends).check_named()
-        processes, on_gpus = int(os.environ["WORLD_SIZE"]), chosen.device == "cuda"
-        run = read(chosen.arguments, device=chosen.device, processes=processes, settings=settings)
-        tf32 = on_gpus and policy.tf32_products()
-        launched = policy.resolve(run, environment=os.environ, tf32_products=tf32)
-        for line in launched.lines(settings):
-            say(line)
-        if on_gpus and (about_triton := known_triton().reason):
-            say(f"Triton {triton_release()}: {about_triton}")
-        stack.enter_context(policy.announced())
-        stack.enter_context(environment(launched.environment()))
-        policy.check_memory(run)  # starts CUDA, which reads the environment once
-        if chosen.has_own_spec:
-            sys.argv += _verified_data(chosen.arguments)
-        observed = observation.choose(chosen.arguments, settings=settings, **vars(recording))
-        for line in observed.describe():
-            say(line)
-        if on_gpus and observed.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            stack.enter_context(process.kernels_built(observed.folder))
-        quiet = (
-            not verbose and observed.details.console != "stock" and not {"-h", "--help"}.intersection(chosen.arguments)
-        )
-        log = stack.enter_context(process.quiet(observed.folder)) if quiet else None
-        if chosen.script is not None:
-            stack.enter_context(process.first_on_path(chosen.script.parent))
-        if chosen.device == "cpu":
-            queues = {"connections": FSDP_CONNECTIONS} if run.torch_fsdp else {}
-            stack.enter_context(process.cpu_lane(**queues))
-        stack.enter_context(process.children_end_with_it())
-        stack.enter_context(extensions.stale_locks_removed())
-        stack.enter_context(process.revert_patches_on_exit())
-        stack.callback(release_folder)
-        needed = {"masked-losses": chosen.script is None and run.layout.context > 1}
-        needed["precision-aware-adam"] = chosen.has_own_spec and run.execution.precision_aware
-        names = [name for name, is_needed in needed.items() if is_needed]
-        applied = registry.default().apply([*chosen.applied, *names])
-        say(f"patches: {', '.join(applied) or 'applied already'}")
-        stack.enter_context(policy.active(settings))
-        # At its end it restores which threads run backward passes: building a model changes that for this thread.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(True))
-        stack.enter_context(observation.observed(observed, launched))
-        if quiet and observed.folder is None:
-            stack.enter_context(process.logged_steps())
-        stack.enter_context(ranks.compared_early(settings))
-        stack.enter_context(refusals.in_one_line(log))
-        if chosen.spec is not None:
-            import_named(*chosen.spec)
+            checked = stack.enter_context(ranks.met(chosen.arguments))
+        with checked():
+            _prepare(stack, chosen, recording, verbose)
         try:
             if chosen.script is None:
                 runpy.run_module(STOCK_LOOP, run_name="__main__")
@@ -249,6 +197,62 @@ def _run_here(chosen: Plan, recording: Recording, verbose: bool) -> None:
             if line := process.nothing_left():
                 say(line)
         process.leave_process_group()
+
+
+def _prepare(stack: contextlib.ExitStack, chosen: Plan, recording: Recording, verbose: bool) -> None:
+    """Check the run, and set this process up for it until ``stack`` ends."""
+    import torch
+
+    from megacpp_mcore.checkpoints.folder import release as release_folder
+
+    settings = chosen.settings
+    if settings is not None:
+        vendor_switches.configure(settings.vendors, str(settings.path))
+        Dispatcher(settings.backends).check_named()
+    processes, on_gpus = int(os.environ["WORLD_SIZE"]), chosen.device == "cuda"
+    run = read(chosen.arguments, device=chosen.device, processes=processes, settings=settings)
+    tf32 = on_gpus and policy.tf32_products()
+    launched = policy.resolve(run, environment=os.environ, tf32_products=tf32)
+    for line in launched.lines(settings):
+        say(line)
+    if on_gpus and (about_triton := known_triton().reason):
+        say(f"Triton {triton_release()}: {about_triton}")
+    stack.enter_context(policy.announced())
+    stack.enter_context(environment(launched.environment()))
+    policy.check_memory(run)  # starts CUDA, which reads the environment once
+    if chosen.has_own_spec:
+        sys.argv += _verified_data(chosen.arguments)
+    observed = observation.choose(chosen.arguments, settings=settings, **vars(recording))
+    for line in observed.describe():
+        say(line)
+    if on_gpus and observed.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        stack.enter_context(process.kernels_built(observed.folder))
+    quiet = not verbose and observed.details.console != "stock" and not {"-h", "--help"}.intersection(chosen.arguments)
+    log = stack.enter_context(process.quiet(observed.folder)) if quiet else None
+    if chosen.script is not None:
+        stack.enter_context(process.first_on_path(chosen.script.parent))
+    if chosen.device == "cpu":
+        queues = {"connections": FSDP_CONNECTIONS} if run.torch_fsdp else {}
+        stack.enter_context(process.cpu_lane(**queues))
+    stack.enter_context(process.children_end_with_it())
+    stack.enter_context(extensions.stale_locks_removed())
+    stack.enter_context(process.revert_patches_on_exit())
+    stack.callback(release_folder)
+    needed = {"masked-losses": chosen.script is None and run.layout.context > 1}
+    needed["precision-aware-adam"] = chosen.has_own_spec and run.execution.precision_aware
+    names = [name for name, is_needed in needed.items() if is_needed]
+    applied = registry.default().apply([*chosen.applied, *names])
+    say(f"patches: {', '.join(applied) or 'applied already'}")
+    stack.enter_context(policy.active(settings))
+    # At its end it restores which threads run backward passes: building a model changes that for this thread.
+    stack.enter_context(torch.autograd.set_multithreading_enabled(True))
+    stack.enter_context(observation.observed(observed, launched))
+    if quiet and observed.folder is None:
+        stack.enter_context(process.logged_steps())
+    stack.enter_context(ranks.compared_early(settings))
+    stack.enter_context(refusals.in_one_line(log))
+    if chosen.spec is not None:
+        import_named(*chosen.spec)
 
 
 def _verified_data(arguments: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +54,11 @@ MINUTE = timedelta(minutes=1)
 _QUIET = timedelta(seconds=30)
 """How long a rank waits for the others before it says so."""
 
+_REPLY = timedelta(seconds=5)
+"""How long what listens at the port of rank 0 may take to answer as a store."""
+_ALL = "all"
+"""Verdict of a stage to which all ranks have come."""
+
 hosts: list[str] = []
 """The host name of each rank, in rank order, once they have been compared."""
 
@@ -69,79 +75,164 @@ def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextM
 
 
 @contextlib.contextmanager
-def met(arguments: Sequence[str]) -> Iterator[None]:
-    """Wait until all processes of the run have reached rank 0's store, as long as Megatron waits; torchrun does so itself.
+def met(arguments: Sequence[str]) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Wait until all processes of the run have reached one store, as long as Megatron waits; torchrun does so itself.
 
-    The store lives in the context: torch's own is on the same port, and shares its server (``multi_tenant``).
+    What it yields is a context for checks that may fail on one host alone: its end waits for all, and an error in it ends all.
+    The store of rank 0 lives as long as ``met``: torch's own is on the same port, and shares its server (``multi_tenant``).
 
     Raises:
-        LaunchError: names the ranks that have not arrived, or says that rank 0 has not.
+        LaunchError: names the ranks that have not come, that rank 0 has not, or what is wrong with another.
     """
-    size, options = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
-    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "--fake-process-group" in options:
-        yield
+    size, given = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # Of one host, torchrun itself ends the other processes.
+    if size == 1 or "--fake-process-group" in given or (by_torchrun and os.environ["GROUP_WORLD_SIZE"] == "1"):
+        yield contextlib.nullcontext
         return
     from torch.distributed import DistError, DistNetworkError, TCPStore
 
     rank, minutes = int(os.environ["RANK"]), "--distributed-timeout-minutes"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = MINUTE * (flags.whole(options, minutes, LaunchError, 1) or 10)
+    patience = MINUTE * (flags.whole(given, minutes, LaunchError, 1) or 10)
     own, unknown = socket.gethostname(), f"no address of MASTER_ADDR {address!r}"
-    where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    this, where = f"rank {rank} of {size} on {own}", f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     advice = (
         f"start a task for each rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={size} on every host, check that "
         f"each reaches {address} (`nc -z {address} {port}`), or give slow ones longer by {minutes}"
     )
+    store_of = functools.partial(TCPStore, address, port, size, wait_for_workers=False, multi_tenant=True)
     try:
         if not addresses(address):  # its lookups are repeated: a host may be registered late
-            console.say(
-                f"megacpp-mcore: rank {rank} of {size} on {own} found {unknown} so far; it retries for {patience}"
-            )
-        store = TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False, multi_tenant=True)
+            console.say(f"megacpp-mcore: {this} found {unknown} so far; it retries for {patience}")
+        is_first = rank == 0 and not by_torchrun
+        store = store_of(is_master=True, timeout=patience) if is_first else _client(store_of, patience)
     except DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
-            raise
         lacks = f"no rank 0 at {where}" if addresses(address) else unknown
-        if rank == 0 and "timed out" not in str(error):
+        if "EADDRINUSE" in str(error):
+            try:
+                store = _client(store_of, _REPLY)  # of another task with RANK=0
+            except DistError:
+                raise error from None
+        elif rank == 0 and "timed out" not in str(error):
             raise LaunchError(
-                f"rank 0 of {size} on {own} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
+                f"{this} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
             ) from error
-        raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {advice}") from error
-    keys = [f"megacpp-mcore/{peer}" for peer in range(size)]
-    try:
-        store.set(keys[rank], f"{own} {size}")
-        try:
-            store.wait(keys, min(patience, _QUIET))
-        except DistError:
-            console.say(
-                f"megacpp-mcore: rank {rank} of {size} on {own} waits at {where} for the others, for {patience}"
-            )
-            store.wait(keys, patience)
-    except DistError as error:
-        try:
-            reports = {peer: store.get(key).decode().split() for peer, key in enumerate(keys) if store.check([key])}
-        except DistError:
-            raise LaunchError(
-                f"rank 0 of {size} at {where} has ended while others were waited for; its own output says why"
-            ) from error
-        _refuse_sizes(reports, where)
-        host_of = {peer: name for peer, (name, _) in reports.items()}
-        names = dict.fromkeys(host_of.values())
-        here = ", ".join(f"{_named([peer for peer in host_of if host_of[peer] == name])} on {name}" for name in names)
-        if missing := [peer for peer in range(size) if peer not in host_of]:
-            raise LaunchError(
-                f"{_named(missing)} of {size} did not reach {where} in {patience}, where {here} wait; {advice}"
-            ) from error
-    _refuse_sizes({peer: report.decode().split() for peer, report in enumerate(store.multi_get(keys))}, where)
-    yield
+        else:
+            raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {advice}") from error
+    meeting = _Meeting(store, rank, size, own, where, patience, advice)
+    if not by_torchrun:
+        meeting.begin()
+    yield meeting.checks
 
 
-def _refuse_sizes(sent: Mapping[int, Sequence[str]], where: str) -> None:
-    """Refuse ranks of different runs; ``sent``: the host and the WORLD_SIZE of each."""
-    sizes = {size for _, size in sent.values()}
-    if len(sizes) > 1:
-        groups = "; ".join(f"{n} on {_named([rank for rank in sent if sent[rank][1] == n])}" for n in sorted(sizes))
-        raise LaunchError(f"the processes that met at {where} differ in WORLD_SIZE: {groups}; start all with the same")
+def _client(store_of: Callable[..., Any], patience: timedelta) -> Any:
+    """Return a client of the store; torch 2.11 waits without end for the answer of another program that listens there."""
+    from torch.distributed import DistNetworkError
+
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(store_of(is_master=False, timeout=patience))
+        except Exception as error:
+            ended.append(error)
+
+    (thread := threading.Thread(target=run, daemon=True)).start()
+    thread.join((patience + _REPLY).total_seconds())
+    if not ended:
+        raise DistNetworkError("what listens there timed out")
+    if isinstance(ended[0], Exception):
+        raise ended[0]
+    return ended[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """The processes of a run at one store, which is on the host of rank 0 and ends with that."""
+
+    store: Any
+    rank: int
+    size: int
+    own: str
+    where: str
+    patience: timedelta
+    advice: str
+
+    def begin(self) -> None:
+        """Wait for all ranks; refuse those of another run, or of a rank that another process has."""
+        this, problem = f"process {os.getpid()} on {self.own}", ""
+        with self._reached():
+            size = self.store.compare_set("megacpp-mcore/size", "", f"{self.size} on {self.own}").decode()
+            first = self.store.compare_set(f"megacpp-mcore/{self.rank}", "", this).decode()
+            if size.split()[0] != str(self.size):
+                problem = f"differ in WORLD_SIZE: {size}, {self.size} on {self.own}; start all with the same"
+            elif self.store.add(f"megacpp-mcore/{self.rank}/processes", 1) > 1:
+                problem = (
+                    f"have RANK={self.rank} twice, {first} and {this}; set it to the number of each task ($SLURM_PROCID, "
+                    "$OMPI_COMM_WORLD_RANK, $PMI_RANK), and give each run a free MASTER_PORT"
+                )
+            if problem:
+                self._end("megacpp-mcore/met", problem := f"the processes that met at {self.where} {problem}")
+                raise LaunchError(problem)
+        self._join("megacpp-mcore/met")
+
+    @contextlib.contextmanager
+    def checks(self) -> Iterator[None]:
+        """Wait for all ranks at the end of the context; an error in it ends all."""
+        stage = f"megacpp-mcore/checks {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(LaunchError), self._reached():
+                self._end(stage, f"rank {self.rank} of {self.size} on {self.own} ends the run: {error}")
+            raise
+        self._join(stage)
+
+    def _end(self, stage: str, verdict: str) -> None:
+        """Give a verdict to all that wait in a stage, unless there is one."""
+        self.store.compare_set(f"{stage}/verdict", "", verdict)
+
+    def _join(self, stage: str) -> None:
+        """Wait until all ranks have come to ``stage``, or there is a problem."""
+        from torch.distributed import DistError
+
+        ranks, verdict = {peer: f"{stage}/{peer}" for peer in range(self.size)}, f"{stage}/verdict"
+        with self._reached():
+            self.store.set(ranks[self.rank], self.own)
+            if self.store.add(stage, 1) >= self.size:
+                self._end(stage, _ALL)
+            with contextlib.suppress(DistError):
+                self.store.wait([verdict], min(self.patience, _QUIET))
+            if not self.store.check([verdict]):
+                this = f"rank {self.rank} of {self.size} on {self.own}"
+                console.say(f"megacpp-mcore: {this} waits at {self.where} for the others, for {self.patience}")
+                with contextlib.suppress(DistError):
+                    self.store.wait([verdict], self.patience)
+            if self.store.check([verdict]):
+                problem = self.store.get(verdict).decode()
+            else:
+                host_of = {peer: self.store.get(key).decode() for peer, key in ranks.items() if self.store.check([key])}
+                names = dict.fromkeys(host_of.values())
+                here = ", ".join(
+                    f"{_named([peer for peer in host_of if host_of[peer] == name])} on {name}" for name in names
+                )
+                missing = _named([peer for peer in ranks if peer not in host_of])
+                problem = f"{missing} of {self.size} did not reach {self.where} in {self.patience}, where {here} wait; "
+                problem += self.advice
+        if problem != _ALL:
+            raise LaunchError(problem)
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        from torch.distributed import DistError
+
+        try:
+            yield
+        except DistError as error:
+            raise LaunchError(
+                f"rank 0 of {self.size} at {self.where} has ended while others were waited for; its own output says why"
+            ) from error
 
 
 def compare(settings: PluginConfig | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -77,10 +78,43 @@ def test_files_that_arguments_name_and_megatrons_own_are_compared_by_content(
     assert ranks._digest(tmp_path) != digests[0]
 
 
-def test_ranks_of_other_sizes_are_refused() -> None:
-    with raises(LaunchError, "WORLD_SIZE: 2 on rank 0; 3 on ranks 1, 2", "here:1"):
-        ranks._refuse_sizes({0: ("a", "2"), 1: ("b", "3"), 2: ("b", "3")}, "here:1")
-    ranks._refuse_sizes({0: ("a", "2"), 1: ("b", "2")}, "here:1")
+# Two tasks that meet, and check what is theirs; the second is changed.
+MEETING = """
+import os, sys
+from megacpp_mcore.errors import DataError, MegacppError
+from megacpp_mcore.policy import ranks
+def check(): pass
+if os.environ["RANK"] == "1":
+    exec(sys.argv[1])
+try:
+    with ranks.met([]) as checked, checked():
+        check()
+except MegacppError as error:
+    sys.exit(f"{os.getpid()} {type(error).__name__}: {error}")"""
+CHANGES = {
+    "sizes": 'os.environ["WORLD_SIZE"] = "3"',
+    "numbers": 'os.environ["RANK"] = "0"',
+    "checks": 'def check(): raise DataError("a.bin is damaged")',
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tasks_that_cannot_train_together_end_together(tmp_path: Path, change: str) -> None:
+    outputs = [tmp_path / str(task) for task in range(2)]
+    programs = forks.start_ranks(["-c", MEETING, CHANGES[change]], outputs)
+    assert [program.wait(forks.PATIENCE_S) for program in programs] == [int(change != "nothing")] * 2
+    first, second = (output.read_text() for output in outputs)
+    own = re.escape(socket.gethostname())
+    if change == "sizes":
+        assert re.search(rf"differ in WORLD_SIZE: (2 on {own}, 3|3 on {own}, 2) on {own};", first)
+    elif change == "numbers":
+        processes = sorted(output.partition(" ")[0] for output in (first, second))
+        assert sorted(re.findall(rf"process (\d+) on {own}", first)) == processes
+        assert "RANK=0" in first
+    elif change == "checks":
+        assert first.endswith(f" LaunchError: rank 1 of 2 on {socket.gethostname()} ends the run: a.bin is damaged\n")
+        assert second.endswith(" DataError: a.bin is damaged\n")
 
 
 # A training of which one rank is started in another way.
@@ -160,9 +194,11 @@ def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Pat
     assert all("Traceback" not in said for said in (first, second, third))
 
 
+RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "80"}
+
+
 def test_a_port_that_rank_0_cannot_listen_at_is_not_a_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "80"}
-    for name, value in values.items():
+    for name, value in RANK_0.items():
         monkeypatch.setenv(name, value)
     denied = torch.distributed.DistNetworkError("The server socket has failed to bind to [::]:80 (errno: 13, EACCES)")
     with (
@@ -171,6 +207,19 @@ def test_a_port_that_rank_0_cannot_listen_at_is_not_a_missing_rank(monkeypatch: 
         ranks.met([]),
     ):
         pytest.fail("nobody was met")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_another_program_at_the_port_is_not_waited_for_without_end(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never answers."""
+    monkeypatch.setattr(ranks, "_REPLY", timedelta(seconds=0.5))
+    monkeypatch.setattr(ranks, "MINUTE", timedelta(seconds=0.1))
+    with socket.create_server(("localhost", 0)) as other:
+        for name, value in (RANK_0 | {"RANK": rank, "MASTER_PORT": (port := str(other.getsockname()[1]))}).items():
+            monkeypatch.setenv(name, value)
+        in_use = pytest.raises(torch.distributed.DistNetworkError, match="EADDRINUSE")
+        with in_use if rank == "0" else raises(LaunchError, "rank 1 of 2", f"localhost:{port}"), ranks.met([]):
+            pytest.fail("nobody was met")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

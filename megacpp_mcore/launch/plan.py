@@ -146,13 +146,18 @@ def check_words(script: Path | None, words: Sequence[str], *, here: bool = True)
 
 
 _TASKS = {
-    "SLURM_STEP_NUM_TASKS": "srun",  # of the step: a batch script is one task of a job of many
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-    "MV2_COMM_WORLD_SIZE": "mpirun_rsh",
-    "JSM_NAMESPACE_SIZE": "jsrun",
+    "SLURM_STEP_NUM_TASKS": ("srun", "1"),  # of the step: a batch script is one task of a job of many
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "1"),
+    "PMI_SIZE": ("mpiexec", "1"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun_rsh", "1"),
+    "JSM_NAMESPACE_SIZE": ("jsrun", "1"),
+    "SLURM_PROCID": ("srun", "0"),
+    "OMPI_COMM_WORLD_RANK": ("mpirun", "0"),
+    "PMI_RANK": ("mpiexec", "0"),
+    "PMIX_RANK": ("mpirun", "0"),
+    "PALS_RANKID": ("mpiexec", "0"),
 }
-"""Variable with the number of tasks, per launcher that sets none of torchrun's variables."""
+"""Variable with the number of tasks, or of this one, per launcher that sets none of torchrun's; its value in a single task."""
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets, and torch and Megatron read, in a multi-process run."""
 OF_RANKS = frozenset({*_TASKS, *_NEEDED})
@@ -163,12 +168,12 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
     """Reject nested launches, and environments with an incomplete rank: it would train alone, or others would wait for it."""
     if nproc < 1:
         raise LaunchError(f"--nproc is {nproc}; expected the number of processes to start, 1 or more")
-    for name, launcher in _TASKS.items():
-        if "WORLD_SIZE" not in environment and environment.get(name, "1") != "1":
+    for name, (launcher, alone) in _TASKS.items():
+        if "WORLD_SIZE" not in environment and environment.get(name, alone) != alone:
             raise LaunchError(
-                f"{launcher} started this as one of {environment[name]} tasks ({name}), and each would train by itself: start "
-                f"torchrun in one task per host, or set {', '.join(_NEEDED)} in every task; for tasks that should train "
-                "independently, set WORLD_SIZE=1 RANK=0 LOCAL_RANK=0"
+                f"{launcher} started this as one of several tasks ({name}={environment[name]}), and each would "
+                f"train by itself: start torchrun in one task per host, or set {', '.join(_NEEDED)} in every task; for tasks "
+                "that should train independently, set WORLD_SIZE=1 RANK=0 LOCAL_RANK=0"
             )
     sizes = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
     given = {name: environment[name] for pair in sizes.items() for name in pair if name in environment}
@@ -238,6 +243,8 @@ _PACKAGES = {
     "tiktoken": ("TikTokenizer",),
 }
 """What Megatron's tokenizers import, by ``--tokenizer-type``."""
+_WRITERS = {"--tensorboard-dir": "tensorboard", "--wandb-project": "wandb"}
+"""What Megatron's last rank imports for a flag; without the first it writes nothing, and says so in its log."""
 
 
 def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequence[str] | None) -> None:
@@ -269,11 +276,11 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
             "the wheel's loop supports it"
         )
     kind = flags.first(given, "--tokenizer-type")
-    package = next((package for package, kinds in _PACKAGES.items() if kind in kinds), None)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise LaunchError(
-            f"--tokenizer-type {kind} needs the package {package}, which is not installed here: pip install {package}"
-        )
+    needed = {f"--tokenizer-type {kind}": package for package, kinds in _PACKAGES.items() if kind in kinds}
+    needed |= {flag: package for flag, package in _WRITERS.items() if flag in given}
+    for what, package in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise LaunchError(f"{what} needs the package {package}, which is not installed here: pip install {package}")
     refusals.check_installed(flags.first(given, "--optimizer") or "adam")
 
 

@@ -159,10 +159,15 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
 
 
 def interfaces(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """Decide over which network hosts reach each other: sets nothing, and lists nothing if all processes are on one host."""
+    """Decide over which network hosts reach each other: sets nothing; with all processes on one host, lists only lone tasks."""
     world, local = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not (world.isdecimal() and local.isdecimal() and int(world) > int(local)):
-        return ()
+        tasks = "SLURM_STEP_NUM_TASKS"
+        if lookup.environment.get(tasks, "1") in ("1", world):
+            return ()
+        return (
+            lookup.find(tasks, refused="each of these tasks trains by itself; for one run, give torchrun --nnodes"),
+        )
     names = ("GLOO_SOCKET_IFNAME",) if run.device == "cpu" else ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     by_default = "the network interface to other hosts; if unset, the library chooses: gloo the one of this host's name"
     variables = [lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name))) for name in names]

@@ -169,6 +169,13 @@ def test_a_tokenizer_needs_its_package(monkeypatch: pytest.MonkeyPatch, kind: st
         plan("--tokenizer-type", kind, *CPU_ARGUMENTS)
 
 
+@pytest.mark.parametrize(("flag", "package"), [("--tensorboard-dir", "tensorboard"), ("--wandb-project", "wandb")])
+def test_scalars_need_the_package_that_writes_them(monkeypatch: pytest.MonkeyPatch, flag: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with raises(LaunchError, flag, f"pip install {package}"):
+        plan(flag, "runs", *CPU_ARGUMENTS)
+
+
 def test_an_optimizer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "emerging_optimizers" else real(name))
@@ -270,10 +277,16 @@ def test_what_stock_would_miss_in_a_traceback_is_named_at_once(name: str, tmp_pa
         ([], {"environment": RANKS | {"RANK": "2"}}, "ranks", ["RANK=2 of WORLD_SIZE=2"]),
         ([], {"environment": {"WORLD_SIZE": "1", "RANK": "1"}}, "ranks", ["RANK=1 of WORLD_SIZE=1"]),
         ([], {"environment": RANKS | {"LOCAL_WORLD_SIZE": "1"}}, "ranks", ["LOCAL_RANK=1 of LOCAL_WORLD_SIZE=1"]),
-        ([], {"environment": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}}, "", ["srun", "2 tasks"]),
-        ([], {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "", ["srun", "2 tasks"]),
-        ([], {"environment": {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}}, "", ["mpirun", "4 tasks"]),
-        ([], {"environment": {"PMI_SIZE": "3"}}, "", ["mpiexec", "3 tasks"]),
+        (
+            [],
+            {"environment": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}},
+            "",
+            ["srun", "SLURM_STEP_NUM_TASKS=2"],
+        ),
+        ([], {"environment": {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}}, "", ["srun", "SLURM_PROCID=1"]),
+        ([], {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "", ["srun", "SLURM_STEP_NUM_TASKS=2"]),
+        ([], {"environment": {"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}}, "", ["mpirun", "OMPI_COMM_WORLD_SIZE=4"]),
+        ([], {"environment": {"PMI_SIZE": "3"}}, "", ["mpiexec", "PMI_SIZE=3"]),
         (["--logits-load-dir", "x"], {}, "unsupported", ["--logits-load-dir"]),
         (["--hybrid-context-parallel", "--sft"], {}, "unsupported", ["--sft, --hybrid-context-parallel;"]),
         (["--use-checkpoint-args"], {}, "", ["--use-checkpoint-args", "--spec"]),

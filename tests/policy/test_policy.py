@@ -233,7 +233,11 @@ def test_nccl() -> None:
 def test_interfaces_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
     two = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
-    assert resolve(GPU, environment={"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}).warnings == ()
+    one = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
+    for whole in (one, one | {"SLURM_STEP_NUM_TASKS": "8"}):
+        assert resolve(GPU, environment=whole).warnings == ()
+    (alone,) = resolve(GPU, environment=one | {"SLURM_STEP_NUM_TASKS": "2"}).warnings
+    assert "--nnodes" in alone
     resolved = resolve(GPU, environment=two)
     assert resolved.value("NCCL_SOCKET_IFNAME").value is resolved.value("GLOO_SOCKET_IFNAME").value is None
     assert not {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} & resolved.environment().keys()

@@ -87,7 +87,7 @@ def met(arguments: Sequence[str]) -> Iterator[Callable[[], contextlib.AbstractCo
     size, given = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # Of one host, torchrun itself ends the other processes.
-    if size == 1 or "--fake-process-group" in given or (by_torchrun and os.environ["GROUP_WORLD_SIZE"] == "1"):
+    if size == 1 or "--fake-process-group" in given or (by_torchrun and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"):
         yield contextlib.nullcontext
         return
     from torch.distributed import DistError, DistNetworkError, TCPStore

@@ -297,3 +297,15 @@ def test_another_dataset_on_one_host_is_refused(hosts: Hosts) -> None:
         assert re.search(
             r"the datasets, by their manifests' digest: \w+ on rank \d; \w+ on rank \d", output.read_text()
         )
+
+
+@exhaustive
+def test_a_damaged_copy_of_the_data_on_one_host_ends_both(hosts: Hosts) -> None:
+    with (hosts.folder / "disk1" / f"{Path(hosts.laboratory.data).name}.bin").open("r+b") as copy:
+        copy.write(b"\1\1\1\1")
+    commands = torchrun(hosts, hosts.words("damaged"))
+    outputs = [hosts.start(host, "damaged", command) for host, command in enumerate(commands)]
+    assert 0 not in hosts.statuses(ENDS_WITHIN_S)
+    texts = [output.read_text() for output in outputs]
+    assert all(".bin: found SHA-256 " in text for text in texts)
+    assert re.search(r"error: rank \d of 2 on host1 ends the run: disk/", texts[0]), texts[0][-3000:]

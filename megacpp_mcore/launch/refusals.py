@@ -189,6 +189,11 @@ def _explained(error: BaseException) -> str | None:
             f"what the run writes does not fit ({error}): make room, or name other folders: --observe for its record and "
             "log, --data-cache-path and TRITON_CACHE_DIR for caches"
         )
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        path = Path(error.filename)
+        for flag, words in flags.read(sys.argv).items():
+            if named := [word for word in words if word and Path(word) in (path, *path.parents)]:
+                return f"{flag} {named[0]}: {error}; correct that path, or the permissions there"
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, Exception) and any(
         frame.name in _ARGUMENTS_READ and "/megatron/" in frame.filename for frame in frames

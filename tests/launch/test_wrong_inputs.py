@@ -212,6 +212,14 @@ def test_a_full_disk_is_named() -> None:
         raise OSError(28, os.strerror(28))
 
 
+def test_a_path_that_does_not_exist_is_named_with_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", "--lr", "1", "--per-dataset-sequences-path", str(tmp_path / "counts")])
+    with raises(LaunchError, f"--per-dataset-sequences-path {tmp_path}/counts"), refusals.in_one_line(None):
+        (tmp_path / "counts").read_text()
+    with pytest.raises(FileNotFoundError), refusals.in_one_line(None):
+        (tmp_path / "other").read_text()
+
+
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 

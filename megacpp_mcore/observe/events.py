@@ -214,8 +214,8 @@ def _create(run: Path, rank: int) -> tuple[int, io.FileIO]:
         except FileExistsError as error:
             if not run.is_dir():  # else another process was faster; readers report the overlap
                 raise DataError(
-                    f"{error.filename} is not a folder, or is a link to nothing; expected a folder or an unused path: mount "
-                    "the link's target, or remove it"
+                    f"{error.filename} is not a folder, or is a broken or circular link; expected a folder or an unused path: "
+                    "mount the link's target, or remove it"
                 ) from error
             number += 1
         except OSError as error:

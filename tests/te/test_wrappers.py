@@ -107,7 +107,7 @@ def test_experts_refuse_what_does_not_fit(there: None) -> None:
     routing, probs = torch.ones(4, 2, dtype=torch.bool), torch.ones(4, 2)
     with raises(ModelError, "4 of 4", "topk = 1"):
         experts.routed_mlp(x, routing, probs, w1, w2, topk=1)
-    with raises(ModelError, "x", "no token"):
+    with raises(ModelError, "x", "no tokens"):
         experts.routed_mlp(x[:0], routing[:0], probs[:0], w1, w2, topk=2)
 
 

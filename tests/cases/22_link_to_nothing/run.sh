@@ -3,6 +3,6 @@
 . "$(dirname "$0")/../common.sh"
 ln -s nowhere/run scratch
 ln -s itself itself
-refused log "link to nothing" "$(train log -- --save scratch --save-interval 1)"
-refused log "link to nothing" "$(train log --observe scratch/run --)"
-refused log "link to nothing" "$(train log --observe itself --)"
+refused log "broken or circular link" "$(train log -- --save scratch --save-interval 1)"
+refused log "broken or circular link" "$(train log --observe scratch/run --)"
+refused log "broken or circular link" "$(train log --observe itself --)"

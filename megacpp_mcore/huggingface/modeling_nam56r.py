@@ -601,13 +601,16 @@ class NAM56RModel(NAM56RPreTrainedModel):
         keys = torch.arange(first + rows, device=hidden.device)
         angle, place = torch.outer(keys[first:].float(), rates), keys[first:, None]
         visible, real = (keys <= place).unsqueeze(0), None
-        if attention_mask is not None:
-            real, expected = attention_mask.bool(), (len(hidden), first + rows)
-            is_apart = real.shape == expected and (real[:, 1:] & ~real[:, :-1] & real.cumsum(1)[:, :-1].bool()).any()
-            if real.shape != expected or is_apart:
-                found = "zeros between its ones" if is_apart else f"the shape {list(real.shape)}"
+        if attention_mask is not None and attention_mask.shape != (expected := (len(hidden), first + rows)):
+            raise ValueError(
+                f"attention_mask has the shape {list(attention_mask.shape)}; expected {list(expected)}, 1 for tokens and 0 for "
+                "padding on the left"
+            )
+        if attention_mask is not None and not bool(attention_mask.all()):
+            real = attention_mask.bool()
+            if (real[:, 1:] & ~real[:, :-1] & real.cumsum(1)[:, :-1].bool()).any():
                 raise ValueError(
-                    f"attention_mask has {found}; expected {list(expected)}, 1 for tokens and 0 for padding on the left"
+                    "attention_mask has zeros between its ones; expected zeros only for padding on the left"
                 )
             # A row of padding sees itself: a softmax over nothing is NaN.
             visible = visible & real.unsqueeze(1) | (keys == place)

@@ -119,6 +119,7 @@ def resolve(
             connections,
             policy_values.allocator(run, lookup, speed, given="speed_defaults.expandable_segments" in configured),
             *policy_values.nccl(run, lookup),
+            *policy_values.lone_tasks(lookup),
             *policy_values.interfaces(run, lookup),
             *policy_values.caches(run, lookup, speed),
             *policy_values.cudnn(run, lookup),

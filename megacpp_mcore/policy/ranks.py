@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,9 @@ _QUIET = timedelta(seconds=30)
 """How long a rank waits for the others before it says so."""
 
 _REPLY = timedelta(seconds=5)
-"""How long what listens at the port of rank 0 may take to answer as a store."""
+"""How long the program that listens at rank 0's port may take to answer as a store."""
 _ALL = "all"
-"""Verdict of a stage to which all ranks have come."""
+"""Verdict of a stage that all ranks have reached."""
 
 hosts: list[str] = []
 """The host name of each rank, in rank order, once they have been compared."""
@@ -78,11 +79,11 @@ def compared_early(settings: PluginConfig | None) -> contextlib.AbstractContextM
 def met(arguments: Sequence[str]) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Wait until all processes of the run have reached one store, as long as Megatron waits; torchrun does so itself.
 
-    What it yields is a context for checks that may fail on one host alone: its end waits for all, and an error in it ends all.
+    Yields a context for checks that may fail on a single host: its end waits for all ranks, and an error in it ends all.
     The store of rank 0 lives as long as ``met``: torch's own is on the same port, and shares its server (``multi_tenant``).
 
     Raises:
-        LaunchError: names the ranks that have not come, that rank 0 has not, or what is wrong with another.
+        LaunchError: names the ranks that did not arrive, says that rank 0 did not, or what is wrong on another rank.
     """
     size, given = int(os.environ["WORLD_SIZE"]), flags.read(arguments)
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -119,57 +120,56 @@ def met(arguments: Sequence[str]) -> Iterator[Callable[[], contextlib.AbstractCo
                 f"{this} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
             ) from error
         else:
-            raise LaunchError(f"rank {rank} of {size} on {own} found {lacks} in {patience}; {advice}") from error
-    meeting = _Meeting(store, rank, size, own, where, patience, advice)
+            raise LaunchError(f"{this} found {lacks} in {patience}; {advice}") from error
+    meeting = _Meeting(store, rank, size, own, this, where, patience, advice)
     if not by_torchrun:
         meeting.begin()
     yield meeting.checks
 
 
 def _client(store_of: Callable[..., Any], patience: timedelta) -> Any:
-    """Return a client of the store; torch 2.11 waits without end for the answer of another program that listens there."""
+    """Return a client of the store; torch 2.11 itself waits forever if another program listens there and never answers."""
     from torch.distributed import DistNetworkError
 
-    ended: list[Any] = []
+    client: Future[Any] = Future()
 
     def run() -> None:
         try:
-            ended.append(store_of(is_master=False, timeout=patience))
+            client.set_result(store_of(is_master=False, timeout=patience))
         except Exception as error:
-            ended.append(error)
+            client.set_exception(error)
 
-    (thread := threading.Thread(target=run, daemon=True)).start()
-    thread.join((patience + _REPLY).total_seconds())
-    if not ended:
-        raise DistNetworkError("what listens there timed out")
-    if isinstance(ended[0], Exception):
-        raise ended[0]
-    return ended[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return client.result((patience + _REPLY).total_seconds())
+    except TimeoutError:
+        raise DistNetworkError("what listens there timed out") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Meeting:
-    """The processes of a run at one store, which is on the host of rank 0 and ends with that."""
+    """The processes of a run at one store, which runs on rank 0's host and ends with rank 0."""
 
     store: Any
     rank: int
     size: int
     own: str
+    this: str
     where: str
     patience: timedelta
     advice: str
 
     def begin(self) -> None:
-        """Wait for all ranks; refuse those of another run, or of a rank that another process has."""
-        this, problem = f"process {os.getpid()} on {self.own}", ""
+        """Wait for all ranks; refuse a different WORLD_SIZE, and two processes with the same RANK."""
+        process, problem = f"process {os.getpid()} on {self.own}", ""
         with self._reached():
             size = self.store.compare_set("megacpp-mcore/size", "", f"{self.size} on {self.own}").decode()
-            first = self.store.compare_set(f"megacpp-mcore/{self.rank}", "", this).decode()
+            first = self.store.compare_set(f"megacpp-mcore/{self.rank}", "", process).decode()
             if size.split()[0] != str(self.size):
                 problem = f"differ in WORLD_SIZE: {size}, {self.size} on {self.own}; start all with the same"
             elif self.store.add(f"megacpp-mcore/{self.rank}/processes", 1) > 1:
                 problem = (
-                    f"have RANK={self.rank} twice, {first} and {this}; set it to the number of each task ($SLURM_PROCID, "
+                    f"have RANK={self.rank} twice, {first} and {process}; set it to the number of each task ($SLURM_PROCID, "
                     "$OMPI_COMM_WORLD_RANK, $PMI_RANK), and give each run a free MASTER_PORT"
                 )
             if problem:
@@ -185,16 +185,16 @@ class _Meeting:
             yield
         except Exception as error:
             with contextlib.suppress(LaunchError), self._reached():
-                self._end(stage, f"rank {self.rank} of {self.size} on {self.own} ends the run: {error}")
+                self._end(stage, f"{self.this} ends the run: {error}")
             raise
         self._join(stage)
 
     def _end(self, stage: str, verdict: str) -> None:
-        """Give a verdict to all that wait in a stage, unless there is one."""
+        """Publish a stage's verdict to all ranks that wait for it, unless it has one."""
         self.store.compare_set(f"{stage}/verdict", "", verdict)
 
     def _join(self, stage: str) -> None:
-        """Wait until all ranks have come to ``stage``, or there is a problem."""
+        """Wait until all ranks have reached ``stage``, or one has reported a problem."""
         from torch.distributed import DistError
 
         ranks, verdict = {peer: f"{stage}/{peer}" for peer in range(self.size)}, f"{stage}/verdict"
@@ -205,8 +205,7 @@ class _Meeting:
             with contextlib.suppress(DistError):
                 self.store.wait([verdict], min(self.patience, _QUIET))
             if not self.store.check([verdict]):
-                this = f"rank {self.rank} of {self.size} on {self.own}"
-                console.say(f"megacpp-mcore: {this} waits at {self.where} for the others, for {self.patience}")
+                console.say(f"megacpp-mcore: {self.this} waits at {self.where} for the others, for {self.patience}")
                 with contextlib.suppress(DistError):
                     self.store.wait([verdict], self.patience)
             if self.store.check([verdict]):
@@ -214,12 +213,12 @@ class _Meeting:
             else:
                 host_of = {peer: self.store.get(key).decode() for peer, key in ranks.items() if self.store.check([key])}
                 names = dict.fromkeys(host_of.values())
-                here = ", ".join(
-                    f"{_named([peer for peer in host_of if host_of[peer] == name])} on {name}" for name in names
+                groups = {name: _named([peer for peer in host_of if host_of[peer] == name]) for name in names}
+                here = ", ".join(f"{group} on {name}" for name, group in groups.items())
+                problem = (
+                    f"{_named([peer for peer in ranks if peer not in host_of])} of {self.size} did not reach {self.where} in "
+                    f"{self.patience}, where {here} wait; {self.advice}"
                 )
-                missing = _named([peer for peer in ranks if peer not in host_of])
-                problem = f"{missing} of {self.size} did not reach {self.where} in {self.patience}, where {here} wait; "
-                problem += self.advice
         if problem != _ALL:
             raise LaunchError(problem)
 

@@ -30,6 +30,7 @@ TF32_DRIVER, TF32_TORCH = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERR
 FSDP_CONNECTIONS = "8"
 """The driver's own default number of hardware queues: Megatron refuses one queue under FSDP."""
 _EXPANDABLE = "expandable_segments:True"
+_TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,16 +159,19 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
     )
 
 
+def lone_tasks(lookup: Lookup) -> tuple[Value, ...]:
+    """List Slurm's number of tasks if each of them trains by itself, as under torchrun without ``--nnodes``."""
+    world, local, tasks = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", _TASKS))
+    if world != local or tasks in ("1", world):
+        return ()
+    return (lookup.find(_TASKS, refused="each of these tasks trains by itself; for one run, give torchrun --nnodes"),)
+
+
 def interfaces(run: Run, lookup: Lookup) -> tuple[Value, ...]:
-    """Decide over which network hosts reach each other: sets nothing; with all processes on one host, lists only lone tasks."""
+    """Decide over which network hosts reach each other: sets nothing, and lists nothing if all processes are on one host."""
     world, local = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not (world.isdecimal() and local.isdecimal() and int(world) > int(local)):
-        tasks = "SLURM_STEP_NUM_TASKS"
-        if lookup.environment.get(tasks, "1") in ("1", world):
-            return ()
-        return (
-            lookup.find(tasks, refused="each of these tasks trains by itself; for one run, give torchrun --nnodes"),
-        )
+        return ()
     names = ("GLOO_SOCKET_IFNAME",) if run.device == "cpu" else ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
     by_default = "the network interface to other hosts; if unset, the library chooses: gloo the one of this host's name"
     variables = [lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name))) for name in names]

@@ -130,22 +130,6 @@ def assert_same_selection(ours: torch.Tensor, stocks: torch.Tensor, score_BST: t
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
-@pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (37, 37, 5), (37, 37, 37), (23, 41, 64), (41, 23, 7)])
-def test_selection_and_scores_are_stocks(kind: str, S: int, T: int, count: int) -> None:
-    inputs, options = case(S, T), selection(kind, S, T)
-    score, index = topk(inputs, count, **options)
-    for block in (None, 300):
-        with patched(block):
-            ours_score, ours = topk(inputs, count, **options)
-            assert type(ours_score) is DeferredScores
-            assert (ours_score.shape, ours_score.dtype) == (score.shape, score.dtype)
-        assert (ours.dtype, ours.shape) == (torch.int64, index.shape)
-        assert_same_selection(ours, index, score)
-        torch.testing.assert_close(ours_score + 0, score, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_computed_in_float32(dtype: Any, relu: bool) -> None:
@@ -169,41 +153,42 @@ def test_16_bit_inputs_are_computed_in_float32(dtype: Any, relu: bool) -> None:
         assert_parity(ours_gradient, gradient, rms=2e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
-LOSSES = [
-    {},
+LOSSES: list[dict[str, Any]] = [
     {"use_relu": False},
     {"calculate_per_token_loss": True},
     {"query_valid_rows": "half"},
     {"query_valid_rows": "half", "calculate_per_token_loss": True, "use_relu": False},
     {"query_valid_rows": "zero"},
 ]
+SHAPES = [(1, 1, 1), (2, 2, 9), (37, 37, 37), (19, 47, 5), (47, 19, 64), (235, 235, 31)]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", LOSSES, ids=str)
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("kind", [*SELECTIONS, *MASKS])
-def test_loss_and_gradients_are_stocks(kind: str, sparse: bool, options: dict[str, Any]) -> None:
-    S = T = 53
-    inputs, options = case(S, T, shared_key="use_relu" not in options), options | selection(kind, S, T)
+@pytest.mark.parametrize(
+    ("kind", "options", "shape"),
+    [(kind, {}, (53, 53, 6)) for kind in (*SELECTIONS, *MASKS)]
+    + [(kind, options, (53, 53, 6)) for kind in ("packed", "mask of each row") for options in LOSSES]
+    + [("bounds", {}, shape) for shape in SHAPES],
+    ids=str,
+)
+def test_selection_loss_and_gradients_are_stocks(
+    kind: str, options: dict[str, Any], shape: tuple[int, int, int], sparse: bool
+) -> None:
+    S, T, count = shape
+    options = options | selection(kind, S, T)
     if rows := options.pop("query_valid_rows", None):
         real = torch.rand(2, S, generator=torch.Generator().manual_seed(1)) < 0.5
         options["query_valid_rows"] = real if rows == "half" else real[0] & False
-    compare_with_stock(inputs, 6, sparse, options)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize(("S", "T", "count"), [(1, 1, 1), (2, 2, 9), (19, 47, 5), (47, 19, 64), (235, 235, 31)])
-def test_odd_lengths_and_topk_beyond_the_keys(S: int, T: int, count: int, sparse: bool) -> None:
     for shared_key in (True, False):
-        compare_with_stock(case(S, T, shared_key=shared_key), count, sparse, selection("bounds", S, T))
+        compare_with_stock(case(S, T, shared_key=shared_key), count, sparse, options)
 
 
 def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str, Any]) -> None:
     """In float64 the same but for the rounding of the results to float32, in float32 as near to that as stock is."""
     topk_options = options.keys() & {"mask", "varlen_starts", "varlen_ends", "key_positions", "use_relu"}
-    score = topk(inputs, count, **{name: options[name] for name in topk_options})[0]
+    how = {name: options[name] for name in topk_options}
+    score = topk(inputs, count, **how)[0]
     index, loss, gradients = loss_and_gradients(inputs, count, sparse, **options)
     truth, truth_loss, block = gradients, loss, 80 * inputs.k.shape[0]  # 8 queries a chunk
     if "mask" not in options:  # stock asserts that masks have the scores' dtype, and float64 scores have no such mask
@@ -216,8 +201,12 @@ def compare_with_stock(inputs: Any, count: int, sparse: bool, options: dict[str,
         for name, ours, stocks in zip("qwk", exact, truth, strict=True):
             assert_parity(ours, stocks, rms=1e-6, name=f"grad {name}")
     with patched(block):
+        ours_score, ours_topk = topk(inputs, count, **how)
         ours_index, ours_loss, ours_gradients = loss_and_gradients(inputs, count, sparse, index=index, **options)
-    assert_same_selection(ours_index, index, score)
+    torch.testing.assert_close(ours_score + 0, score, rtol=1e-5, atol=1e-6)
+    for ours in (ours_topk, ours_index):
+        assert (ours.dtype, ours.shape) == (torch.int64, index.shape)
+        assert_same_selection(ours, index, score)
     assert (ours_loss.dtype, ours_loss.shape) == (loss.dtype, loss.shape)
     torch.testing.assert_close(ours_loss.double(), truth_loss.double(), rtol=1e-5, atol=1e-7)
     for name, ours, stocks, peer in zip("qwk", ours_gradients, truth, gradients, strict=True):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megacpp_mcore import __version__
@@ -97,14 +97,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_apply_twice_is_once_and_revert_is_identity(root: Path) -> None:
-    before = snapshot(root)
-    assert Checkout(root).unfit() == []
+    before, lm = snapshot(root), Checkout(root)
+    assert lm.unfit() == []
     names = [patch.name for patch in default().patches]
-    assert Checkout(root).apply(names).hooked == tuple(names)
-    Checkout(root).revert()
+    assert lm.apply(names).hooked == tuple(names)
+    lm.revert()
     assert snapshot(root) == before
     (root / HOOKED).chmod(0o664)
-    lm = Checkout(root)
     assert [row["state"] for row in lm.status([NAME])] == ["not applied"]
     outcome = lm.apply([NAME])
     assert (outcome.changed, outcome.unchanged, outcome.hooked, outcome.notices) == ((NAME,), (), (NAME,), ())
@@ -150,7 +149,6 @@ LINES = st.lists(
 ).map(lambda pieces: b"".join([*pieces, b"\n"]))
 
 
-@settings(max_examples=300)
 @given(LINES, st.just(b"") | LINES, st.just(b"") | LINES)
 def test_only_our_line_goes_also_from_a_file_that_was_edited(content: bytes, before: bytes, after: bytes) -> None:
     assert hook_line.take_apart(content) == Content(content)
@@ -160,21 +158,6 @@ def test_only_our_line_goes_also_from_a_file_that_was_edited(content: bytes, bef
     for hook in (line, older):
         assert hook_line.take_apart(before + content + hook + after) == taken
     assert Content(content, *LINE).whole() == content + line
-
-
-def test_export_is_what_apply_does(lm: Checkout) -> None:
-    names, content = ["timers", "identity"], lm.file.read_bytes()
-    exported = lm.export(names)
-    assert lm.file.read_bytes() == content
-    lm.apply(names)
-    applied = lm.file.read_bytes()
-    assert lm.export() == exported
-    lm.revert()
-    for words, result in (([], applied), (["-R"], content)):
-        git(lm.root, "apply", *words, "-", given=exported)
-        assert lm.file.read_bytes() == result
-    with raises(PatchError, code="nothing-to-export"):
-        lm.export()
 
 
 def test_a_file_that_a_line_cannot_follow_is_refused(lm: Checkout) -> None:
@@ -425,6 +408,7 @@ def test_names(lm: Checkout) -> None:
     """As in a process (test_registry.py)."""
     refuses(lm.root, ["'timer'", "'timers'"], lambda: lm.apply(["timer"]), code="unknown")
     refuses(lm.root, ["identity, timers, builder"], lambda: lm.apply([]), code="unnamed")
+    refuses(lm.root, [], lm.export, code="nothing-to-export")
     lm.apply(["timers"])
     refuses(lm.root, ["builder"], lambda: lm.verify(["builder"]))
 

@@ -144,7 +144,6 @@ def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.Captur
         ('"""Run."""', '"""Runs."""', 1, "comments only", []),
         ("x + 1", "x + 2", 2, "code", []),
         ("forward(self, x)", "forward(self, y, *, x)", 2, "code", ["+y", "~x"]),
-        ("forward(self, x)", "forward(self, x, y=1)", 2, "code", ["+y=…"]),
         ("forward(self, x)", "forward(self, *x)", 2, "code", ["+*x=…", "-x"]),
         ("def forward", "def run", 3, "gone", []),
     ],

@@ -65,11 +65,12 @@ def _refuse(state: object, folder: str = "saved", **run: object) -> None:
 
 @pytest.mark.parametrize("fmt", ["torch", "torch_dist"])
 def test_an_argument_that_one_side_does_not_have_is_no_difference(fmt: str) -> None:
+    """And the folder that is named is the one that was loaded, not the run's own: of a teacher or a pretrained model."""
     saved = Namespace(tensor_model_parallel_size=2, expert_model_parallel_size=1, ckpt_format=fmt)
-    state = {"args": saved, "content_metadata": {LOADED_FROM: "saved", FORMAT: FLAT}}
+    state = {"args": saved, "content_metadata": {LOADED_FROM: "of a teacher", FORMAT: FLAT}}
     _refuse(state, tensor_model_parallel_size=2)
-    with raises(CheckpointError, "tensor_model_parallel_size was 2", 4):
-        _refuse(state, tensor_model_parallel_size=4)
+    with raises(CheckpointError, "of a teacher", "tensor_model_parallel_size was 2", 4):
+        _refuse(state, "of a teacher", tensor_model_parallel_size=4)
     _refuse(state, tensor_model_parallel_size=4, finetune=True)
 
 
@@ -116,13 +117,6 @@ def test_remainders_have_a_name_of_their_own() -> None:
     for dtype, name in ((torch.int16, "remainder"), (torch.float32, "param")):
         box = _box("param", torch.zeros(6, dtype=dtype))
         assert (box.key, box.dtype) == (f"optimizer.state.{name}.weight", dtype)
-
-
-def test_the_folder_that_was_loaded_is_named() -> None:
-    """It is another than the run's own where a teacher or a pretrained model is loaded."""
-    state = {"args": Namespace(tensor_model_parallel_size=2, ckpt_format="torch")}
-    with raises(CheckpointError, "of a teacher", "format torch"):
-        _refuse(state, "of a teacher", tensor_model_parallel_size=4)
 
 
 def test_what_stock_loads_is_left_to_it() -> None:

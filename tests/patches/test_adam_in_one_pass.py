@@ -1,11 +1,14 @@
-"""The patch adam-in-one-pass: the distributed optimizer's step is the kernel's where that does the same."""
+"""The patch adam-in-one-pass on Megatron's optimizers: the step is the kernel's where that does the same.
+
+Transformer Engine's Adam and the kernel are stood in for: neither runs without a GPU (tests/gpu/test_adam.py).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +16,13 @@ import torch
 pytest.importorskip("triton")
 
 from megacpp_mcore.ops import adam
-from megacpp_mcore.patches import adam_in_one_pass as patch
+from megacpp_mcore.patches.adam_in_one_pass import PATCH
 from tests import stock
+from tests.optimizers import accumulate, build
 
-SIZES, COPIED = (64, 16, 32), 2
-"""Of the main parameters; the first two are copies of 16-bit ones. The last is in a group of its own."""
+pytestmark = pytest.mark.usefixtures("process")
 
-MAKES = stock.makes(patch.PATCH)
+NORM = 4.0 - 1e-6
 
 
 class Quantised(torch.Tensor):
@@ -27,14 +30,16 @@ class Quantised(torch.Tensor):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's, as far as the patch looks at it; its own step must not run."""
+    """Transformer Engine's after three steps, as far as the patch looks at it; its own step does nothing."""
 
     __module__ = "transformer_engine.pytorch.optimizers.fused_adam"
 
-    def __init__(self, mains: list[torch.Tensor]) -> None:
-        shared = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "bias_correction": True}
-        parts = ((mains[:COPIED], 0.1), (mains[COPIED:], 0.0), ([], 0.0))
-        super().__init__([{"params": some, "weight_decay": decay, "step": 3, **shared} for some, decay in parts], {})
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        more = {"step": 3, "bias_correction": True}
+        typed = [{**group, **more, "weight_decay": 0.1 * group["wd_mult"]} for group in groups]
+        super().__init__([torch.zeros(())], {})
+        self.param_groups = [*typed, {**typed[0], "params": []}]  # whose tensors are views, as Megatron sets them
+        mains = [main for group in groups for main in group["params"]]
         self.state |= {main: {name: torch.rand_like(main) for name in ("exp_avg", "exp_avg_sq")} for main in mains}
         self.capturable, self.master_weights, self.adam_w_mode = False, False, 1
         self.name_to_dtype_map = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
@@ -44,50 +49,24 @@ class FusedAdam(torch.optim.Optimizer):
         self.stepped += 1
 
 
-class Optimizer:
-    """An optimizer of one rank: the distributed one, with one bucket, or the plain one."""
+@pytest.fixture
+def optimizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Megatron's, distributed or not, around a :class:`FusedAdam`; with its ``model``, and a count of copies to that."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as megatrons
 
-    is_stub_optimizer = False
-
-    def __init__(self, distributed: bool = True) -> None:
-        self.buffer = torch.zeros(sum(SIZES[:COPIED]), dtype=torch.bfloat16)
-        self.mains = [torch.randn(size) for size in SIZES]
-        self.models: list[Any] = list(self.buffer.split(SIZES[:COPIED]))
-        self.optimizer = FusedAdam(self.mains)
-        self.config = SimpleNamespace(
-            use_precision_aware_optimizer_no_fp8_or_ds_fp8=False, reuse_grad_buf_for_mxfp8_param_ag=False
-        )
-        if not distributed:
-            self.fp32_from_float16_groups, self.float16_groups = [self.mains[:COPIED]], [self.models]
-        else:
-            self.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
-            self.shard_fp32_from_float16_groups, self.model_float16_groups = [self.mains[:COPIED]], [self.models]
-            self.model_param_gbuf_map = dict.fromkeys(self.models, (0, None, 0))
-            self.buffers = [SimpleNamespace(buckets=[SimpleNamespace(param_data=self.buffer)])]
-        self.copied = 0
-
-    def _get_model_param_range_map(self, model: object) -> dict[str, Any]:
-        start = 0 if model is self.models[0] else SIZES[0]
-        return {"gbuf_world_in_bucket": SimpleNamespace(start=start, end=start + SIZES[int(start > 0)])}
-
-    def get_parameters(self) -> list[torch.Tensor]:
-        return [main for group in self.optimizer.param_groups for main in group["params"]]
-
-    def gradients(self) -> None:
-        for main in self.mains:
-            main.grad = torch.ones_like(main)
-
-    def _copy_main_params_to_model_params(self) -> None:
-        self.copied += 1
-
-    def ready(self) -> bool:
-        self.optimizer.step()
-        self._copy_main_params_to_model_params()
-        return True
+    distributed = getattr(request, "param", True)
+    model, built = build({"a": "bfloat16", "b": "bfloat16", "c": "float32"}, distributed=distributed, clip_grad=1.0)
+    (member,) = getattr(built, "chained_optimizers", [built])
+    member.model, member.optimizer = model, FusedAdam(member.optimizer.param_groups)
+    monkeypatch.setattr(type(member), "_copy_main_params_to_model_params", mock.Mock())
+    monkeypatch.setattr(megatrons, "get_grad_norm_fp32", lambda *_, **__: torch.tensor([NORM]))  # as on a GPU
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", clip_grads.multi_tensor_scale_impl)
+    return member
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The kernel's launches: addresses, step, factor, weight decay."""
     made: list[tuple[Any, ...]] = []
 
@@ -98,53 +77,63 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     return made
 
 
-def one_step(optimizer: Optimizer, *, clips: bool = True) -> list[float]:
-    """Run the patched parts of a step as upstream does; returns by what upstream's own clipping was called."""
-    clipped: list[float] = []
-
-    def original(parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False) -> None:
-        clipped.append(max_norm)
-
-    kind = "DistributedOptimizer" if hasattr(optimizer, "ddp_config") else "Float16OptimizerWithFloat16Params"
-    copy = MAKES[f"{kind}._copy_model_grads_to_main_grads"](lambda self: self.gradients())
-    step = MAKES["MixedPrecisionOptimizer.step_with_ready_grads"](lambda self: self.ready())
-    clip: Callable[..., None] = MAKES["clip_grad_by_total_norm_fp32"](original)
-    copy(optimizer)
-    if clips:
-        clip(optimizer.get_parameters(), max_norm=1.0, total_norm=torch.tensor([4.0 - 1e-6]), use_decoupled_grad=False)
-    assert step(optimizer)
-    return clipped
+def train(optimizer: Any) -> bool:
+    """A patched step; whether it clipped the gradients in memory, as upstream does."""
+    accumulate(optimizer.model, 6)
+    before = [parameter.main_grad.clone() for parameter in optimizer.model.parameters()]
+    with stock.patched(PATCH):
+        assert optimizer.step()[0]
+    return not any(
+        torch.equal(parameter.main_grad, grad)
+        for parameter, grad in zip(optimizer.model.parameters(), before, strict=True)
+    )
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_one_launch_a_group_clips_updates_and_copies(calls: list[tuple[Any, ...]], distributed: bool) -> None:
-    optimizer = Optimizer(distributed)
-    hooked: list[int] = []
-    optimizer.optimizer.register_step_post_hook(lambda *_: hooked.append(len(calls)))
-    assert one_step(optimizer) == []
-    assert one_step(optimizer, clips=False) == []
+def addresses(optimizer: Any, group: dict[str, Any]) -> list[int]:
+    """Of a group's main parameters, gradients, moments, and 16-bit elements."""
+    models = [parameter for parameter in optimizer.model.parameters() if parameter.dtype == torch.bfloat16]
+    copies = {parameter.main_param.data_ptr(): parameter.data_ptr() for parameter in models}
+    places = []
+    for main in group["params"]:
+        moments = optimizer.optimizer.state[main].values()
+        places += [tensor.data_ptr() for tensor in (main, main.grad, *moments)]
+        places.append(copies.get(main.data_ptr(), 0))  # an fp32 parameter is its own main parameter
+    return places
+
+
+@pytest.mark.parametrize("optimizer", [True, False], indirect=True, ids=["distributed", "plain"])
+def test_one_launch_a_group_clips_updates_and_copies(optimizer: Any, calls: list[tuple[Any, ...]]) -> None:
+    inner, hooked = optimizer.optimizer, list[int]()
+    inner.register_step_post_hook(lambda *_: hooked.append(len(calls)))
+    for clip in (1.0, 0.0):
+        optimizer.config.clip_grad = clip
+        assert not train(optimizer)
     assert hooked == [2, 4]  # what is kept of weights until the next step is dropped by such a hook
-    assert optimizer.optimizer.stepped == optimizer.copied == 0
-    assert [call[1:] for call in calls] == [(4, 0.25, 0.1), (4, 0.25, 0.0), (5, None, 0.1), (5, None, 0.0)]
-    assert [group["step"] for group in optimizer.optimizer.param_groups] == [5, 5, 5]  # an empty group counts, too
-    first = optimizer.mains[0]
-    moments = optimizer.optimizer.state[first]
-    copy = optimizer.buffer.data_ptr()
-    expected = [*(t.data_ptr() for t in (first, first.grad, moments["exp_avg"], moments["exp_avg_sq"])), copy]
-    assert calls[2][0][:5] == expected
-    assert calls[2][0][9] == copy + 2 * SIZES[0]
-    assert calls[3][0][4] == 0  # an fp32 parameter is its own main parameter
-    assert "step" not in vars(optimizer.optimizer)
+    assert inner.stepped == optimizer._copy_main_params_to_model_params.call_count == 0
+    first, second, empty = inner.param_groups
+    decays = first["weight_decay"], second["weight_decay"]
+    assert decays[0] != decays[1]
+    assert [call[1:] for call in calls] == [(4, 0.25, decay) for decay in decays] + [
+        (5, None, decay) for decay in decays
+    ]
+    assert first["step"] == second["step"] == empty["step"] == 5
+    assert [places for places, *_ in calls[2:]] == [addresses(optimizer, group) for group in (first, second)]
+    assert "step" not in vars(inner)
 
 
-def test_tensors_that_have_moved_are_found_again(calls: list[tuple[Any, ...]]) -> None:
-    optimizer = Optimizer()
-    one_step(optimizer)
-    moments = optimizer.optimizer.state[optimizer.mains[2]]
+def test_tensors_that_have_moved_are_found_again(optimizer: Any, calls: list[tuple[Any, ...]]) -> None:
+    train(optimizer)
+    group = optimizer.optimizer.param_groups[0]
+    moments = optimizer.optimizer.state[group["params"][0]]
     kept, moments["exp_avg"] = moments["exp_avg"], moments["exp_avg"].clone()
-    one_step(optimizer)
-    assert calls[1][0][2] == kept.data_ptr()
-    assert calls[3][0][2] == moments["exp_avg"].data_ptr()
+    train(optimizer)
+    assert calls[0][0][2] == kept.data_ptr()
+    assert calls[2][0] == addresses(optimizer, group)
+
+
+def quantise(outer: Any) -> None:
+    for bucket in (bucket for buffer in outer.buffers for bucket in buffer.buckets):
+        bucket.param_data = bucket.param_data.as_subclass(Quantised)
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {
@@ -152,7 +141,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "own main weights": lambda outer: setattr(outer.optimizer, "master_weights", True),
     "16-bit moments": lambda outer: setattr(outer.optimizer, "name_to_dtype_map", {"exp_avg": torch.bfloat16}),
     "FP8 parameters": lambda outer: setattr(outer.ddp_config, "fp8_param_gather", True),
-    "quantised": lambda outer: setattr(outer.buffers[0].buckets[0], "param_data", outer.buffer.as_subclass(Quantised)),
+    "quantised": quantise,
     "no bias correction": lambda outer: outer.optimizer.param_groups[0].update(bias_correction=False),
     "Apex": lambda outer: setattr(type(outer.optimizer), "__module__", "apex.optimizers"),
     "PyTorch": lambda outer: setattr(type(outer.optimizer), "__module__", "torch.optim.adam"),
@@ -161,25 +150,25 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_optimizers_are_upstreams(
-    other: str, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    optimizer: Any, calls: list[tuple[Any, ...]], other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FusedAdam, "__module__", FusedAdam.__module__)  # put back afterwards
     if other == "PyTorch":  # on a host without Triton
         monkeypatch.delattr("megacpp_mcore.ops.adam")
         monkeypatch.setitem(sys.modules, "megacpp_mcore.ops.adam", None)
-    optimizer = Optimizer()
     OTHERS[other](optimizer)
-    assert one_step(optimizer) == [1.0]
-    assert (optimizer.optimizer.stepped, optimizer.copied, calls) == (1, 1, [])
+    assert train(optimizer)
+    assert (optimizer.optimizer.stepped, optimizer._copy_main_params_to_model_params.call_count, calls) == (1, 1, [])
 
 
-def test_a_norm_group_of_its_own_is_clipped_in_place(calls: list[tuple[Any, ...]]) -> None:
-    optimizer, clipped = Optimizer(), []
-    optimizer.gradients()
-    patch._owned.make(lambda self: None)(optimizer)
-    clip = patch._later.make(lambda parameters, *_: clipped.append(len(parameters)))
-    clip(optimizer.get_parameters()[:2], 1.0, torch.tensor([4.0]))
-    clip(optimizer.get_parameters()[2:], 1.0, torch.tensor([2.0]))
-    patch._in_one_pass.make(lambda self: self.ready())(optimizer)
-    assert clipped == [2, 1]
+def test_a_norm_group_of_its_own_is_clipped_in_place(optimizer: Any, calls: list[tuple[Any, ...]]) -> None:
+    clipped: list[int] = []
+    clip = stock.makes(PATCH)["clip_grad_by_total_norm_fp32"](lambda parameters, *_: clipped.append(len(parameters)))
+    accumulate(optimizer.model, 6)
+    with stock.patched(PATCH):
+        optimizer.prepare_grads()
+        for parameters in (optimizer.get_parameters()[:2], optimizer.get_parameters()[2:]):
+            clip(parameters, 1.0, torch.tensor([NORM]))
+        optimizer.step_with_ready_grads()
+    assert clipped == [2, 4]
     assert [call[2] for call in calls] == [None, None]

@@ -89,22 +89,6 @@ def hosts(modules: Modules) -> Iterator[Hosts]:
     assert state(host, user) == before
 
 
-def test_function_is_replaced_everywhere_once_and_restored(hosts: Hosts) -> None:
-    host, user = hosts
-    original = host.double
-    reg = registry(patch("one", f"{host.__name__}:double"))
-    assert reg.apply(["one"]) == ("one",)
-    replacement = host.double
-    assert (host.double(1), user.use(1)) == (102, 102)
-    assert user.renamed is host.double
-    assert host.double.__wrapped__ is original
-    reg.verify()
-    assert reg.apply(["one", "one"]) == ()
-    assert host.double is replacement
-    assert reg.revert(["one"]) == ("one",)
-    assert reg.revert() == ()
-
-
 def test_every_kind_of_target(hosts: Hosts) -> None:
     host, user = hosts
     original_class, name = host.Host, host.__name__

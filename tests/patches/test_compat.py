@@ -74,6 +74,7 @@ PACKAGE = """
     def build(config): return Plain(config, "by place")
 """
 Seed = Callable[[str, str, str], None]
+Report = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +118,23 @@ def seed(tree: Path) -> Iterator[Seed]:
     return replace
 
 
-def report(tree: Path, capsys: pytest.CaptureFixture[str], status: int, *words: str) -> dict[str, Any]:
-    before = snapshot(tree)
-    assert cli.main(["compat", "--checkout", str(tree), "--json", *words]) == status
-    assert snapshot(tree) == before
-    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert (printed["status"], printed["verdict"]) == (status, drift.VERDICTS[status])
-    return printed
+@pytest.fixture
+def report(tree: Path, capsys: pytest.CaptureFixture[str]) -> Report:
+    """What the command, which has to end with ``status``, prints as JSON of the tree, or of another; that stays as it is."""
+
+    def run(status: int, *words: str, root: Path = tree) -> dict[str, Any]:
+        before = snapshot(root)
+        assert cli.main(["compat", "--checkout", str(root), "--json", *words]) == status
+        assert snapshot(root) == before
+        printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert (printed["status"], printed["verdict"]) == (status, drift.VERDICTS[status])
+        return printed
+
+    return run
 
 
-def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checked = report(tree, capsys, 0)
+def test_the_tree_that_it_was_written_for_fits(report: Report) -> None:
+    checked = report(0)
     assert {patch["name"]: patch["verdict"] for patch in checked["patches"]} == dict.fromkeys(
         ("one", "two", "not patched"), "fits"
     )
@@ -150,11 +157,11 @@ def test_the_tree_that_it_was_written_for_fits(tree: Path, capsys: pytest.Captur
 )
 def test_changes_of_a_target_are_told_apart(
     old: str, new: str, status: int, state: str, parameters: list[str],
-    tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str],
+    tree: Path, seed: Seed, report: Report, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     seed("core/layers.py", old, new)
     seed("core/layers.py", '"""A layer."""', '"""A class of layers."""')
-    first, second, watched = report(tree, capsys, status)["patches"]
+    first, second, watched = report(status)["patches"]
     (target,) = first["targets"]
     assert (first["verdict"], second["verdict"], watched["verdict"]) == (drift.VERDICTS[status], "fits", "fits")
     assert (target["state"], target["parameters"]) == (state, parameters)
@@ -177,22 +184,22 @@ def test_changes_of_a_target_are_told_apart(
     assert len(accepted[0]) == len(digest(""))
 
 
-def test_fingerprints_of_several_sources(tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fingerprints_of_several_sources(tree: Path, seed: Seed, report: Report) -> None:
     seed("core/package_info.py", "MINOR = 19", "MINOR = 20")
     seed("core/layers.py", "x * by", "by * x")
-    checked = report(tree, capsys, 2)
+    checked = report(2)
     (target,) = checked["patches"][1]["targets"]
     assert checked["megatron_core"] == "0.20.1"
     assert f"2 commits after {git(tree, 'rev-parse', TAG)[:10]}" in checked["head"]
     registry = checkout_module.default()
     (edit,) = registry.patches[1].edits
     object.__setattr__(edit, "fingerprints", tuple(target["fingerprints"]))
-    assert report(tree, capsys, 0)["patches"][1]["verdict"] == "fits"
+    assert report(0)["patches"][1]["verdict"] == "fits"
     object.__setattr__(edit, "fingerprints", ("0" * 64,))
     object.__setattr__(edit, "until", tuple(target["fingerprints"][1:]))
-    assert report(tree, capsys, 0)["patches"][1]["verdict"] == "fits"
+    assert report(0)["patches"][1]["verdict"] == "fits"
     object.__setattr__(edit, "until", ())
-    assert report(tree, capsys, 2)["patches"][1]["targets"][0]["state"] == "changed"
+    assert report(2)["patches"][1]["targets"][0]["state"] == "changed"
 
 
 @pytest.mark.parametrize(
@@ -213,11 +220,10 @@ def test_fingerprints_of_several_sources(tree: Path, seed: Seed, capsys: pytest.
     ],
 )
 def test_changes_of_what_the_package_names(
-    name: str, old: str, new: str, status: int, key: str, expected: Any,
-    tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    name: str, old: str, new: str, status: int, key: str, expected: Any, seed: Seed, report: Report
+) -> None:
     seed(name, old, new)
-    checked = report(tree, capsys, status)
+    checked = report(status)
     assert [patch["verdict"] for patch in checked["patches"][:2]] == ["fits", "fits"]
     if key != "symbols":
         assert checked[key]["gone"] == expected
@@ -227,31 +233,29 @@ def test_changes_of_what_the_package_names(
     assert row["files"] == ["__init__.py"]
 
 
-def test_functions_that_no_patch_replaces_are_watched(
-    tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_that_no_patch_replaces_are_watched(seed: Seed, report: Report) -> None:
     seed("core/layers.py", "called(x)", "called(x, y)")
-    *patches, watched = report(tree, capsys, 2)["patches"]
+    *patches, watched = report(2)["patches"]
     assert [patch["verdict"] for patch in patches] == ["fits", "fits"]
     assert (watched["name"], watched["verdict"]) == ("not patched", "code to review")
     assert [(row["target"], row["parameters"]) for row in watched["targets"]] == [(CALLED, ["+y"])]
 
 
-def test_a_reverted_pull_request_is_not_merged(tree: Path, seed: Seed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reverted_pull_request_is_not_merged(tree: Path, seed: Seed, report: Report) -> None:
     seed("core/layers.py", "  # one", "  # two")
-    assert report(tree, capsys, 1)["patches"][0]["upstream_merged"]["#7"] is not None
+    assert report(1)["patches"][0]["upstream_merged"]["#7"] is not None
     git(tree, "commit", "-q", "--allow-empty", "-m", 'Revert "one becomes two (#7)" (#9)')
-    assert report(tree, capsys, 1)["patches"][0]["upstream_merged"] == {"#7": None, "#8": None}
+    assert report(1)["patches"][0]["upstream_merged"] == {"#7": None, "#8": None}
 
 
-def test_edits_that_are_not_committed(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edits_that_are_not_committed(tree: Path, report: Report) -> None:
     file = tree / "megatron/core/layers.py"
     file.write_text(file.read_text().replace("x + 1", "x + 2"))
-    assert report(tree, capsys, 2)["patches"][0]["targets"][0]["commits"] == ["not committed"]
+    assert report(2)["patches"][0]["targets"][0]["commits"] == ["not committed"]
 
 
 def test_trees_that_cannot_be_compared(
-    tree: Path, seed: Seed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tree: Path, seed: Seed, report: Report, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed("core/layers.py", "  # one", "")
     shallow = tmp_path / "shallow"
@@ -271,12 +275,12 @@ def test_trees_that_cannot_be_compared(
     assert capsys.readouterr().out == ""
     # Without a tag that somebody asked for: fingerprints alone, and said so. What is installed is the tree itself.
     monkeypatch.setattr(Checkout, "installed", lambda: Checkout(shallow))
-    checked = report(shallow, capsys, 2)
+    checked = report(2, root=shallow)
     assert checked["patches"][0]["targets"][0]["state"] == "changed"
     assert any("shallow clone" in note for note in checked["notes"])
     assert checked["compared_with"] == []
     git(shallow, "fetch", "-q", "--depth", "1", "origin", "tag", TAG)
-    checked = report(shallow, capsys, 1)
+    checked = report(1, root=shallow)
     assert checked["patches"][0]["targets"][0]["state"] == "comments only"
     assert any("no commit in common" in note for note in checked["notes"])
     (tree / "megatron/training/arguments.py").write_text("class Config(:\n")
@@ -284,25 +288,14 @@ def test_trees_that_cannot_be_compared(
         drift.examine(Checkout(tree))
 
 
-def test_a_run_that_does_not_end_well_is_broken(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_does_not_end_well_is_broken(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.trial, "subprocess", forks.trial())
-    checked = report(tree, capsys, 3, "--run")
+    checked = report(3, "--run")
     assert [patch["verdict"] for patch in checked["patches"]] == ["fits"] * 3
     for model_class in (GPT, HYBRID):
         lines = checked["runs"][model_class]
         assert lines[0].startswith("ended with status ")
         assert "is not one that this run's patches were written for" in lines[1]  # the tree has three files
-
-
-def test_a_run_that_does_not_end_is_broken(
-    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "TIMEOUT", 0.01)
-    assert report(tree, capsys, 3, "--run")["runs"] == {
-        model_class: ["did not finish within 0.01 s"] for model_class in (GPT, HYBRID)
-    }
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ PERIODIC = {"dsa_indexer_topk_freq": 3}
 """Upstream's own way to say FSSFSS."""
 PATTERN, HYBRID_SOURCES = "D-DDDD", {"d3": "d1", "d5": "d4", "d6": "d4"}
 """A hybrid model's layers, and those of them that share when :data:`PERIODIC`."""
+Schedule = Callable[[str], None]
 
 
 def transformer_config(layers: int = LAYERS, **changes: Any) -> Any:
@@ -260,6 +261,24 @@ def differing(
     return differing_tensors({name: expected[name] for name in actual}, actual, TOLERANCE)
 
 
+def check_sharing(
+    patched: Registry,
+    model: Any,
+    sources: Mapping[str, str],
+    order: Sequence[int] = (0, 1),
+    mask: Callable[[], torch.Tensor | None] = lambda: None,
+    **reference: Any,
+) -> Spy:
+    """Fail unless layers get their sources' indices, and the gradients of the reference; the patch is then reverted."""
+    spy = Spy()
+    with spy.watching(model):
+        actual = in_flight(model, order, mask)
+    spy.check(sources, order)
+    patched.revert()
+    assert differing(reference_gradients(spy.first, sources, 2, **reference), actual, sources) == []
+    return spy
+
+
 def sources_of(roles: str) -> dict[str, str]:
     """Shared layer to Full layer, by the names of :func:`dsa_layers`."""
     return {f"d{n}": f"d{roles.rindex('F', 0, n) + 1}" for n, role in enumerate(roles, start=1) if role == "S"}
@@ -280,7 +299,7 @@ def patched(process: Path) -> Iterator[Registry]:
 
 
 @pytest.fixture
-def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Schedule:
     """Writes the file that MEGACPP_CONFIG names."""
 
     def write(text: str) -> None:
@@ -294,7 +313,7 @@ def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("how", "masked"), [("periodic", False), ("file", True)])
 def test_two_micro_batches_in_flight(
-    patched: Registry, schedule: Callable[[str], None], how: str, recompute: str, masked: bool
+    patched: Registry, schedule: Schedule, how: str, recompute: str, masked: bool
 ) -> None:
     if how == "file":
         schedule("{schedule: FSSFSF}")
@@ -303,11 +322,8 @@ def test_two_micro_batches_in_flight(
     assert ["F" if layer.indexer is not None else "S" for layer in dsa_layers(model).values()] == list(roles)
     # A Full layer that serves no other may use stock's fused attention, which sharing would rule out.
     assert [layer.index_share for layer in dsa_layers(model).values()] == [True] * 5 + [roles[5] == "S"]
-    spy = Spy()
-    with spy.watching(model):
-        actual = in_flight(model, order, causal_mask if masked else lambda: None)
     sources = sources_of(roles)
-    spy.check(sources, order)
+    spy = check_sharing(patched, model, sources, order, causal_mask if masked else lambda: None)
     for index in (index for name in sources.values() for index in spy.first[name]):
         # Every index that a row can use is at or before the row, and rows with enough keys hold N different ones.
         assert index.shape == (B, S, N)
@@ -320,9 +336,6 @@ def test_two_micro_batches_in_flight(
     first, second = spy.first["d1"]
     assert not torch.equal(first.sort().values, second.sort().values)
     assert not torch.equal(spy.first["d1"][0].sort().values, spy.first["d4"][0].sort().values)
-    patched.revert()
-    expected = reference_gradients(spy.first, sources, 2)
-    assert differing(expected, actual, sources) == []
 
 
 @pytest.mark.parametrize("recompute", exhaustive_but(["selective", "full, layer by layer"], "selective"))
@@ -350,16 +363,11 @@ def test_layers_of_a_hybrid_model_share_in_their_micro_batch(patched: Registry, 
     """Where stock shares, by its own layer numbers, and takes another micro-batch's indices under recompute, or fails."""
     model = build_hybrid(transformer_config(**RECOMPUTE[recompute], **PERIODIC))
     assert {name for name, layer in dsa_layers(model).items() if layer.indexer is None} == HYBRID_SOURCES.keys()
-    spy = Spy()
-    with spy.watching(model):
-        actual = in_flight(model, (0, 1), causal_mask if masked else lambda: None)
-    spy.check(HYBRID_SOURCES, (0, 1))
+    assert sharding_of(model) == []
+    mask = causal_mask if masked else lambda: None
+    spy = check_sharing(patched, model, HYBRID_SOURCES, mask=mask, of=build_hybrid)
     assert (sum(map(len, spy.again.values())) > 0) == (recompute != "none")
     assert [len(cache) for cache in {layer._megacpp_index_cache for layer in dsa_layers(model).values()}] == [0]
-    assert sharding_of(model) == []
-    patched.revert()
-    expected = reference_gradients(spy.first, HYBRID_SOURCES, 2, of=build_hybrid)
-    assert differing(expected, actual, HYBRID_SOURCES) == []
 
 
 @pytest.fixture
@@ -433,9 +441,7 @@ def test_two_models_of_one_configuration_and_an_evaluation_between(patched: Regi
         ("periodic", "full, layer by layer"),
     ),
 )
-def test_mtp_layers_share_among_themselves(
-    patched: Registry, schedule: Callable[[str], None], how: str, recompute: str
-) -> None:
+def test_mtp_layers_share_among_themselves(patched: Registry, schedule: Schedule, how: str, recompute: str) -> None:
     """MTP layers are numbered from 1 like the trunk's, and run after all of them."""
     mtp = {"mtp_num_layers": 2, "mtp_use_repeated_layer": how == "repeated"}
     if how == "file":
@@ -444,14 +450,9 @@ def test_mtp_layers_share_among_themselves(
     layers = dsa_layers(model)
     shared = [name for name, layer in layers.items() if layer.indexer is None]
     assert shared == ["d2", "d3", "d5", "d6"] + (["m2"] if how == "periodic" else [])
-    spy = Spy()
-    with spy.watching(model):
-        actual = in_flight(model, (0, 1), lambda: None)
     sources = sources_of("FSSFSS") | ({"m2": "m1"} if how == "periodic" else {})
-    spy.check(sources, (0, 1))
+    spy = check_sharing(patched, model, sources, **mtp)
     assert len(spy.first["m1"]) == (4 if how == "repeated" else 2)
-    patched.revert()
-    assert differing(reference_gradients(spy.first, sources, 2, **mtp), actual, sources) == []
 
 
 @pytest.mark.exhaustive
@@ -464,9 +465,7 @@ def test_without_a_schedule_the_model_is_stock(patched: Registry) -> None:
 
 
 @pytest.mark.exhaustive
-def test_shared_layers_have_no_indexer_and_draw_no_random_numbers(
-    patched: Registry, schedule: Callable[[str], None]
-) -> None:
+def test_shared_layers_have_no_indexer_and_draw_no_random_numbers(patched: Registry, schedule: Schedule) -> None:
     """The file's schedule builds what upstream's periodic one does, to the last parameter and random number."""
 
     def built(config: Any) -> tuple[set[str], torch.Tensor]:
@@ -567,7 +566,7 @@ NOT_FITTING: list[tuple[str | None, dict[str, Any], list[str]]] = [
 ]
 
 
-def test_what_does_not_fit_is_refused(patched: Registry, schedule: Callable[[str], None], monkeypatch: Any) -> None:
+def test_what_does_not_fit_is_refused(patched: Registry, schedule: Schedule, monkeypatch: Any) -> None:
     """As the spec is made and, where it was made otherwise, as the block is built from it."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -591,7 +590,7 @@ def test_what_does_not_fit_is_refused(patched: Registry, schedule: Callable[[str
 
 
 @pytest.mark.exhaustive
-def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Callable[[str], None]) -> None:
+def test_what_the_patch_cannot_know_is_refused(patched: Registry, schedule: Schedule) -> None:
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 
     model = build(transformer_config(**PERIODIC))

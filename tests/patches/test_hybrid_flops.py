@@ -24,6 +24,8 @@ from tests import stock
 TINY = preset("nam56r_tiny")
 SEQUENCE, BATCH = 64, 3
 Count = Callable[..., Any]
+OfFile = Callable[..., tuple[Any, Namespace]]
+Packed = Callable[..., dict[str, float]]
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +202,7 @@ def test_the_schedule_of_a_file_counts_as_the_same_periodic_one(
 
 
 @pytest.fixture
-def of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Namespace]]:
+def of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OfFile:
     """The model of a file with overrides, and the arguments that stock parses of it."""
 
     def make(*spec: str, **overrides: Any) -> tuple[Any, Namespace]:
@@ -218,11 +220,7 @@ def of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 @pytest.mark.parametrize("words", [["megacpp_mcore", "nam56r"], ["megacpp_mcore.nam56r"]])
 def test_our_model_is_counted_whole(
-    upstream: Count,
-    ours: Count,
-    words: list[str],
-    of_file: Callable[..., tuple[Any, Namespace]],
-    caplog: pytest.LogCaptureFixture,
+    upstream: Count, ours: Count, words: list[str], of_file: OfFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, args = of_file(*words)
     assert ours(args, 5) == flops.step(model, 5).total.training
@@ -243,7 +241,7 @@ WINDOW = {"window_size": 19}
 
 
 @pytest.fixture
-def packed(ours: Count, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, float]]]:
+def packed(ours: Count, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packed]:
     """Lets the loop's own functions see :data:`ROWS`, in each virtual stage, and returns what it then tells the count."""
     from megatron.core import parallel_state
     from megatron.training import global_vars, training
@@ -265,12 +263,7 @@ def packed(ours: Count, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 @pytest.mark.parametrize(("schedule", "mtp"), [("-FS", "-"), ("WFS", "W"), ("-FS", "W")])
 def test_packed_documents_of_our_model_count_by_their_lengths(
-    schedule: str,
-    mtp: str,
-    ours: Count,
-    packed: Callable[..., dict[str, float]],
-    of_file: Callable[..., tuple[Any, Namespace]],
-    caplog: pytest.LogCaptureFixture,
+    schedule: str, mtp: str, ours: Count, packed: Packed, of_file: OfFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The truth: each document a batch of its own."""
     model, args = of_file(
@@ -286,7 +279,7 @@ def test_packed_documents_of_our_model_count_by_their_lengths(
 
 
 def test_packed_documents_of_stock_sparse_attention_count_by_their_lengths(
-    upstream: Count, ours: Count, packed: Callable[..., dict[str, float]]
+    upstream: Count, ours: Count, packed: Packed
 ) -> None:
     args = hybrid("MD", dsa_indexer_topk=TOPK)
     lengths = [length for row in ROWS for length in row]

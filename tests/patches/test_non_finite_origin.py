@@ -56,9 +56,12 @@ def train(
     return *forks.run_ranks(command, processes, megatron=not path, **variables), folder / "found"
 
 
-def check_unchanged(path: Path, processes: int = 1) -> None:
-    for rank in range(processes):
-        assert path.with_name(f"found.{rank}").read_text() == "True"
+def stopped(folder: Path, how: str, *words: str, processes: int = 1, **options: Any) -> str:
+    """The output of a training that ended with an error before any rank had updated a parameter."""
+    status, output, path = train(folder, how, *words, processes=processes, **options)
+    assert status != 0
+    assert [path.with_name(f"found.{rank}").read_text() for rank in range(processes)] == ["True"] * processes
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def test_the_run_stops_before_the_update_and_names_rank_layer_and_family(
 
 def check_that_the_second_step_ran_again(folder: Path, status: int, output: str, path: Path, named: str) -> None:
     assert status == EXIT_FOR_ANOTHER_GPU, output[-4000:]
-    check_unchanged(path)
+    assert path.with_name("found.0").read_text() == "True"
     assert f"step 2: the loss of the local forward pass is NaN; rank 0: {named}" in output
     assert "rank 0: as the step is run again, the output of layer 11 (M) is the first that is not finite" in output
     assert (folder / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
@@ -127,9 +130,7 @@ def test_with_checks_that_wait_a_later_step_is_run_again(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_pipeline_stages_tell_whose_value_it_was(tmp_path: Path) -> None:
-    status, output, path = train(tmp_path, "embedding, activation, nan", processes=2, layout=Layout(pipeline=2))
-    assert status != 0
-    check_unchanged(path, 2)
+    output = stopped(tmp_path, "embedding, activation, nan", processes=2, layout=Layout(pipeline=2))
     came = "the input of layer 7 (M) is not finite: it comes from the pipeline stage before it, which ends with layer 6"
     assert f"rank 1, pipeline stage 2 of 2: {came}" in output
     again = "as the step is run again, the output of layer 1 (A) is not finite, and neither is its input"
@@ -153,18 +154,14 @@ def test_a_gradient_is_named_before_buckets_are_reduced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["recomputed", "HybridModel"])
 def test_recompute_and_the_other_host(tmp_path: Path, how: str) -> None:
     words, model_class = (stock.full_recompute(), GPT) if how == "recomputed" else ((), HYBRID)
-    status, output, path = train(tmp_path, "first R, activation, nan", *words, model_class=model_class)
-    assert status != 0
-    check_unchanged(path)
+    output = stopped(tmp_path, "first R, activation, nan", *words, model_class=model_class)
     assert "the first layer whose output is not finite is layer 12 (R)" in output, output[-4000:]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_stock_script_of_a_checkout(tmp_path: Path, megatron_lm: Path) -> None:
-    status, output, path = train(tmp_path, "first M, activation, nan", path=str(megatron_lm))
-    assert status != 0
-    check_unchanged(path)
+    output = stopped(tmp_path, "first M, activation, nan", path=str(megatron_lm))
     assert "the first layer whose output is not finite is layer 11 (M)" in output, output[-4000:]
 
 

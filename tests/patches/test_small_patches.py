@@ -33,6 +33,8 @@ from tests import forks, micro_batch, stock
 from tests.dsa_layer import dsa_config
 from tests.errors import raises
 
+Applied = Callable[[Any], Any]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
@@ -44,7 +46,7 @@ def imported() -> None:
 
 
 @pytest.fixture
-def applied() -> Iterator[Callable[[Any], Any]]:
+def applied() -> Iterator[Applied]:
     """Applies the patch of a module, until the test ends."""
     with stock.cpu_lane(), contextlib.ExitStack() as stack:
         yield lambda module: stack.enter_context(stock.patched(module.PATCH))
@@ -54,7 +56,7 @@ def upstream_import(words: Any) -> Any:
     return importlib.import_module("megatron.core.transformer.spec_utils").import_module(words)
 
 
-def test_one_dotted_word_or_two(applied: Callable[[Any], Any]) -> None:
+def test_one_dotted_word_or_two(applied: Applied) -> None:
     applied(spec_import)
     for words in (["json.decoder.JSONDecoder"], ["json.decoder", "JSONDecoder"]):
         assert upstream_import(words) is json.JSONDecoder
@@ -86,7 +88,7 @@ NOT_IMPORTED = (
 
 
 def test_what_cannot_be_imported_ends_the_run(
-    applied: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    applied: Applied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied(spec_import)
     (tmp_path / "broken_spec.py").write_text("import no_such_module_at_all\n")
@@ -121,7 +123,7 @@ def without_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, dataset_helpers.HELPER, None)
 
 
-def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], Any], made: list[list[str]]) -> None:
+def test_a_helper_that_is_there_is_not_made(applied: Applied, made: list[list[str]]) -> None:
     """Upstream always runs make: in the wheel's folder, which has the compiled helper and no Makefile."""
     place = Path(str(importlib.import_module("megatron.core.datasets.utils").__file__)).parent
     assert not (place / "Makefile").exists()
@@ -136,11 +138,7 @@ def test_a_helper_that_is_there_is_not_made(applied: Callable[[Any], Any], made:
 
 @pytest.mark.parametrize("source", ["the wheel's", "another", None])
 def test_a_folder_without_a_helper(
-    applied: Callable[[Any], Any],
-    made: list[list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str | None,
+    applied: Applied, made: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None
 ) -> None:
     """The wheel's helper serves where the source is the same; another source is made; without one there is nothing to make."""
     utils, helper = (importlib.import_module(name) for name in ("megatron.core.datasets.utils", dataset_helpers.HELPER))
@@ -164,9 +162,7 @@ def test_a_folder_without_a_helper(
         assert sys.modules[dataset_helpers.HELPER].build_sample_idx_int32 is not None
 
 
-def test_every_rank_has_the_helper_before_it_is_needed(
-    applied: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_has_the_helper_before_it_is_needed(applied: Applied, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's start-up step compiles only on rank 0; here it is rank 1."""
     initialize = importlib.import_module("megatron.training.initialize")
     importlib.import_module(dataset_helpers.HELPER)

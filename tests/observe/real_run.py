@@ -1,4 +1,4 @@
-"""One process of a real run on the CPU lane with all that is recorded of it: ``python real_run.py RUN ARGUMENTS``.
+"""A launch on the CPU lane with all that is recorded of it: ``python real_run.py RUN ARGUMENTS``.
 
 ARGUMENTS are Megatron's. FATE holds words: ``error`` or ``kill`` end the run in step 4, in which with ``fault`` a listener
 fails. ``fall-back`` gives mamba3 a better backend that covers no head dimension of a small model. ``patched`` applies
@@ -8,29 +8,22 @@ for TensorBoard and W&B are given.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import runpy
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from megacpp_mcore import backends, policy
-from megacpp_mcore import settings as plugin_config
-from megacpp_mcore.arguments.read import read
+from megacpp_mcore import backends
 from megacpp_mcore.backends import candidates
-from megacpp_mcore.launch import process
-from megacpp_mcore.model import preset
-from megacpp_mcore.observe import recording as observation
+from megacpp_mcore.commands import cli
 from megacpp_mcore.observe.clock import Clock
-from megacpp_mcore.observe.events import Listener, Step
+from megacpp_mcore.observe.events import Hooked, Listener, Step
 from megacpp_mcore.observe.loop import Loop
-from megacpp_mcore.patches.machinery import registry
-from megacpp_mcore.util.stand_in import process_environment
 from tests import tiny_run
 
 INTERVAL = 2
@@ -50,10 +43,10 @@ def end_in_step_4() -> None:
     stock = training.train_step
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        if get_args().curr_iteration + 1 == 4 and "error" in FATE:
+        if get_args().curr_iteration + 1 == 4:
+            if "kill" in FATE:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ArithmeticError("as the test asked for")
-        if get_args().curr_iteration + 1 == 4 and "kill" in FATE:
-            os.kill(os.getpid(), signal.SIGKILL)
         return stock(*args, **kwargs)
 
     training.train_step = train_step
@@ -116,40 +109,27 @@ def add_better_backend() -> None:
     candidates.own_candidates = lambda: (*own(), kernel)
 
 
-def main(run: str, words: list[str]) -> None:
+def main(run: str, words: list[str]) -> int:
     if "fall-back" in FATE:
         add_better_backend()
+    if {"error", "kill"}.intersection(FATE):
+        end_in_step_4()
+    observing = Loop.observing
 
-    class Watched(Loop):
-        """The loop with these listeners before the receipt's."""
+    def watched(loop: Loop, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
+        """Observe with these listeners before the receipt's, and look at the device every two steps."""
+        *others, receipt = listeners
+        for listener in others:
+            if isinstance(listener, Hooked):
+                listener.interval = INTERVAL
+        return observing(loop, clock, [*others, Faulty(), *([Writers(run)] if "writers" in FATE else []), receipt])
 
-        def observing(self, clock: Clock, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
-            *others, receipt = listeners
-            return super().observing(
-                clock, [*others, Faulty(), *([Writers(run)] if "writers" in FATE else []), receipt]
-            )
-
-    with process_environment():
-        sys.argv = ["run", *words]
-        settings = plugin_config.from_environment()
-        model = settings.model if settings else preset("nam56r_tiny")
-        processes = int(os.environ["WORLD_SIZE"])
-        about = read(words, device="cpu", processes=processes, model=model, settings=settings)
-        launched = policy.resolve(about, environment=os.environ)
-        chosen = observation.choose(words, observe=run, profile="5-6" if "profile" in FATE else None, settings=settings)
-        chosen = dataclasses.replace(chosen, details=dataclasses.replace(chosen.details, interval=INTERVAL))
-        patches = [
-            "dataset-helpers",
-            "spec-import",
-            "hybrid-flops",
-            *(["linear-cross-entropy"] if "patched" in FATE else []),
-        ]
-        with policy.announced(), process.children_end_with_it(), process.cpu_lane():
-            registry.default().apply(patches)
-            end_in_step_4()
-            with observation.observed(chosen, launched, Watched()):
-                runpy.run_module("megacpp_mcore.launch.pretrain", run_name="__main__")
+    options = ["--verbose", "--device", "cpu", "--observe", run]
+    options += ["--profile", "5-6"] if "profile" in FATE else []
+    options += ["--patch", "linear-cross-entropy"] if "patched" in FATE else []
+    with mock.patch.object(Loop, "observing", watched):
+        return cli.main(["launch", *options, "--", *words])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -44,6 +44,16 @@ def write_start(
     return path
 
 
+def write_profile(run: Path, first: int, last: int, rank: int = 0, **values: Any) -> None:
+    """Write the table of one rank's profile of these steps."""
+    table = {
+        "steps": [first, last], "phase": "steady", "rank": rank, "families": {}, "dominant": None, "hidden_share": None,
+    }  # fmt: skip
+    path = run / "profile" / f"{first}-{last}" / (f"rank_{rank:05d}" if rank else "") / "table.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(table | values))
+
+
 def append(path: Path, *lines: dict[str, Any]) -> None:
     """Append lines."""
     with path.open("a") as stream:

@@ -50,7 +50,6 @@ def test_a_rank_s_queries_select_keys_of_all_ranks() -> None:
     cache.publish(9, Selection(keys + torch.tensor([0, 1], dtype=torch.int32)))
     listener.on_step(a_step(1))
     assert listener.by_pair == {"5-9": 0.5}
-    listener.on_end(None)
 
 
 def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
@@ -62,7 +61,6 @@ def test_queries_are_sampled_evenly_among_those_with_a_choice() -> None:
     sampled = rows_BRN[0, :, 0]
     assert (int(sampled[0]), int(sampled[-1])) == (selected, queries - 1)
     assert set(sampled.diff().tolist()) <= {4, 5}
-    listener.on_end(None)
 
 
 def test_what_a_graph_writes_is_compared_in_every_sampled_step(monkeypatch: pytest.MonkeyPatch) -> None:

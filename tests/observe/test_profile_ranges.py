@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,76 +29,51 @@ BUCKETS = {
 OPTIMIZER = {"step": "optimizer", "zero_grad": "optimizer"}
 
 
-class Seen:
-    """Functions that note the ranges that are open while they run."""
-
-    def __init__(self, ranges: Ranges, *names: str) -> None:
-        self.open: dict[str, list[str]] = {}
-        for name in names:
-            setattr(self, name, functools.partial(self._run, ranges, name))
-
-    def _run(self, ranges: Ranges, name: str, *values: int) -> int:
-        self.open[name] = [label for label, _ in ranges.open_now]
-        return sum(values)
-
-
-def run_all(of: Any, names: Any) -> None:
-    """Call the functions ``names`` of an object; each returns what it returns without a range."""
-    for name in names:
-        assert getattr(of, name)(2, 3) == 5
+def noting(ranges: Ranges, *names: str) -> Any:
+    """Return an object with functions of these names, which return the ranges that are open while they run."""
+    return SimpleNamespace(**dict.fromkeys(names, lambda: [label for label, _ in ranges.open_now]))
 
 
 def test_buckets_and_the_optimizer_have_their_ranges() -> None:
     ranges = Ranges()
-    dense, experts, optimizer = Seen(ranges, *BUCKETS), Seen(ranges, *BUCKETS), Seen(ranges, *OPTIMIZER)
-    chunk: Any = torch.nn.Module()
+    dense, experts, optimizer = noting(ranges, *BUCKETS), noting(ranges, *BUCKETS), noting(ranges, *OPTIMIZER)
+    chunk = noting(ranges, "modules", "zero_grad_buffer")
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [dense], [experts]
-    chunk.zero_grad_buffer = (cleared := Seen(ranges, "zero_grad_buffer")).__dict__["zero_grad_buffer"]
-    chunk.config = Seen(ranges, "finalize_model_grads_func")
+    chunk.config = noting(ranges, "finalize_model_grads_func")
+    parts = [(dense, BUCKETS), (experts, BUCKETS), (optimizer, OPTIMIZER)]
+    parts += [(chunk, {"zero_grad_buffer": "gradients"}), (chunk.config, {"finalize_model_grads_func": "gradients"})]
     with named(ranges, [chunk], optimizer):
-        run_all(dense, BUCKETS)
-        run_all(experts, BUCKETS)
-        run_all(optimizer, OPTIMIZER)
-        run_all(chunk, ["zero_grad_buffer"])
-        run_all(chunk.config, ["finalize_model_grads_func"])
-    assert dense.open == experts.open == {name: [label] for name, label in BUCKETS.items()}
-    assert optimizer.open == {name: [label] for name, label in OPTIMIZER.items()}
-    assert cleared.open == {"zero_grad_buffer": ["gradients"]}
-    assert chunk.config.open == {"finalize_model_grads_func": ["gradients"]}
-    for seen in (dense, experts):
-        run_all(seen, BUCKETS)
-        assert seen.open == {name: [] for name in BUCKETS}
+        for part, labels in parts:
+            assert {name: getattr(part, name)() for name in labels} == {name: [labels[name]] for name in labels}
+    for part, labels in parts:
+        assert [getattr(part, name)() for name in labels] == [[]] * len(labels)
 
 
 def test_a_profiler_that_failed_leaves_no_window_open(tmp_path: Path) -> None:
-    chunk: Any = torch.nn.Module()
-    optimizer: Any = SimpleNamespace(step=(step := Seen(Ranges(), "step")).__dict__["step"])
+    optimizer = noting(Ranges(), "step")
+    step = optimizer.step
     profiler = Profiler(tmp_path, 0, 1, 2, Clock())
-    profiler.on_model([chunk], optimizer)
+    profiler.on_model([torch.nn.Module()], optimizer)
     profiler.on_step_begin(1)
     assert torch.autograd._profiler_enabled()
-    assert optimizer.step is not step.__dict__["step"]
+    assert optimizer.step is not step
     profiler.on_end(LookupError())
     assert not torch.autograd._profiler_enabled()
-    assert optimizer.step is step.__dict__["step"]
+    assert optimizer.step is step
     assert not list(tmp_path.iterdir())
 
 
 def test_what_stages_send_has_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = Ranges()
-    sent: list[list[str]] = []
 
-    def communicate(self: P2PCommunicator, *, tensor: int) -> int:
-        sent.append([label for label, _ in ranges.open_now])
-        return tensor
+    def communicate(self: P2PCommunicator, *, tensor: int) -> tuple[int, list[str]]:
+        return tensor, [label for label, _ in ranges.open_now]
 
     monkeypatch.setattr(P2PCommunicator, "_communicate", communicate)
     communicator = P2PCommunicator.__new__(P2PCommunicator)
     with named(ranges, [], None):
-        assert communicator._communicate(tensor=7) == 7
-    assert communicator._communicate(tensor=8) == 8
-    assert sent == [["pipeline"], []]
-    assert P2PCommunicator._communicate is communicate
+        assert communicator._communicate(tensor=7) == (7, ["pipeline"])
+    assert communicator._communicate(tensor=8) == (8, [])
 
 
 def test_megatron_has_the_functions_that_ranges_stand_in_for() -> None:
@@ -112,27 +85,18 @@ def test_megatron_has_the_functions_that_ranges_stand_in_for() -> None:
 
 
 def test_the_steps_of_megatrons_own_profile_have_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    @contextlib.contextmanager
-    def opened(*what: Any) -> Iterator[None]:
-        assert what[1:] == (["a chunk"], "an optimizer")
-        seen.append("open")
-        yield
-        seen.append("closed")
-
+    opened = mock.MagicMock()
     monkeypatch.setattr(profile_ranges, "named", opened)
-    args = SimpleNamespace(profile=True, profile_ranks=[], profile_step_start=2, profile_step_end=4)
-    for rank, ranks, there in ((1, [], True), (1, [0], False), (0, [0], True)):
-        args.profile_ranks = ranks
-        listener = FamilyRanges(SimpleNamespace(arguments=lambda: args), rank)  # type: ignore[arg-type]
+    enter, leave = opened.return_value.__enter__, opened.return_value.__exit__
+    for rank, ranks, expected in ((1, [], [3, 4]), (1, [0], []), (0, [0], [3, 4])):
+        args = SimpleNamespace(profile=True, profile_ranks=ranks, profile_step_start=2, profile_step_end=4)
+        listener = FamilyRanges(SimpleNamespace(arguments=lambda args=args: args), rank)  # type: ignore[arg-type]
         listener.on_model(["a chunk"], "an optimizer")
-        during = {}
+        during = []
         for number in range(1, 7):
             listener.on_step_begin(number)
-            during[number] = seen[-1:]
+            during += [number] * (enter.call_count - leave.call_count)
             listener.on_step(a_step(number))
-        listener.on_end(None)
-        assert [number for number, what in during.items() if what == ["open"]] == ([3, 4] if there else [])
-        assert seen == (["open", "closed"] if there else [])
-        seen.clear()
+        assert during == expected
+        assert enter.call_count == leave.call_count
+    assert opened.call_args.args[1:] == (["a chunk"], "an optimizer")

@@ -197,6 +197,11 @@ def device_trace(kernels: Sequence[tuple[int, int, str, str]], steps: Sequence[t
     return trace
 
 
+def page_of(trace: Trace, device: str) -> str:
+    header = {"steps": [1, 1], "rank": 3, "device": device, "phase": "steady", "phase_why": "-"}
+    return page(table(trace) | header)
+
+
 def test_communication_is_hidden_only_where_another_stream_computes() -> None:
     kernels = [(10, 30, "gemm", "M/1"), (40, 50, "gemm", "A/2")]
     kernels += [(20, 45, ALL_REDUCE, "gradients")]  # hidden in 20–30 and 40–45
@@ -214,14 +219,14 @@ def test_communication_is_hidden_only_where_another_stream_computes() -> None:
 
 def test_sending_and_receiving_is_an_all_to_all_where_no_stages_do_it() -> None:
     kernels = [(10, 20, "gemm", "E/2"), (15, 40, SEND, "E/2"), (50, 60, SEND, "pipeline"), (70, 75, SEND, "")]
-    profile = table(device_trace(kernels))
+    profile = table(trace := device_trace(kernels))
     assert profile["collectives"] == {
         "AllToAll": {"calls": 1, "ns": 25, "exposed_ns": 20},
         "SendRecv": {"calls": 2, "ns": 15, "exposed_ns": 15},
     }
     assert profile["bubble_ns"] == 10
-    text = page(profile | {"steps": [1, 1], "rank": 0, "device": "H200", "phase": "steady", "phase_why": "-"})
-    assert "pipeline bubble (waiting for another stage): 0.000 ms, 10.0% of the step" in text.splitlines()
+    bubble = "pipeline bubble (waiting for another stage): 0.000 ms, 10.0% of the step"
+    assert bubble in page_of(trace, "H200").splitlines()
 
 
 def test_the_command_prints_the_table_of_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,11 +304,6 @@ def test_a_collective_has_its_name_and_computation_none(kernel: str, name: str) 
 
 
 GPU_WORDS = ("stream", "kernel", "the device", "host-bound", "comm exp.", "comm hid.")
-
-
-def page_of(trace: Trace, device: str) -> str:
-    header = {"steps": [1, 1], "rank": 3, "device": device, "phase": "steady", "phase_why": "-"}
-    return page(table(trace) | header)
 
 
 def test_a_page_speaks_of_what_its_device_has() -> None:

@@ -22,7 +22,18 @@ from megacpp_mcore.observe.receipts import assemble as assembly
 from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts.fields import RUNNING, flatten, why_unknown
 from megacpp_mcore.util.card import REASONS, Samples
-from tests.observe.recorded import TOKENS, a_step, append, at, file_of, receipt_writer, stepped, with_loss, write_start
+from tests.observe.recorded import (
+    TOKENS,
+    a_step,
+    append,
+    at,
+    file_of,
+    receipt_writer,
+    stepped,
+    with_loss,
+    write_profile,
+    write_start,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,19 +79,9 @@ def run(tmp_path: Path) -> Path:
         write_rank(tmp_path, rank, 900, 0, dict.fromkeys(range(1, 9), 90.0), 9999.0, "ValueError", 1, 3)
     write_rank(tmp_path, 0, 100, 0, {})
     write_rank(tmp_path, 1, 300, 2, {2: 60.0, 3: 60.0, 4: 60.0, 6: 2.0, 7: 3.0, 8: 4.0}, 100.0)
-    write_profile(tmp_path, 0, 2, 3, "of rank 0")
-    write_profile(tmp_path, 2, 40, 41, "of another rank")
+    write_profile(tmp_path, 2, 3, phase="of rank 0")
+    write_profile(tmp_path, 40, 41, rank=2, phase="of another rank")
     return tmp_path
-
-
-def write_profile(run: Path, rank: int, first: int, last: int, phase: str) -> None:
-    """Write the table of one rank's profile."""
-    table = {
-        "steps": [first, last], "phase": phase, "rank": rank, "families": {}, "dominant": None, "hidden_share": None,
-    }  # fmt: skip
-    path = run / "profile" / f"{first}-{last}" / (f"rank_{rank:05d}" if rank else "") / "table.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(table))
 
 
 def test_a_receipt_of_two_ranks_and_a_stale_third(run: Path) -> None:
@@ -224,16 +225,6 @@ def test_what_some_ranks_counted_does_not_pass_for_all_ranks(
         assert receipt["routing"]["layers"]["2"]["asked"] == 16
 
 
-class Core:
-    """A model chunk without a parameter."""
-
-    config = SimpleNamespace(num_moe_experts=None)
-
-    def modules(self) -> list[Any]:
-        """None."""
-        return []
-
-
 class Training:
     """A start that has built its model; ``peak`` is its global batch size and its peak memory."""
 
@@ -248,7 +239,8 @@ class Training:
         self.log.clock.become(Phase.IDLE)
         self.recorder = Recorder(self.log, with_losses=True)
         self.writer = receipt_writer(self.log, every_s=every_s)
-        self.writer.on_model([Core()], None)
+        without_modules = SimpleNamespace(config=SimpleNamespace(num_moe_experts=None), modules=list)
+        self.writer.on_model([without_modules], None)
 
     def step(self, number: int) -> None:
         step = a_step(number)

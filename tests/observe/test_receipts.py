@@ -22,7 +22,7 @@ from megacpp_mcore.observe.receipts import facts as receipt_facts
 from megacpp_mcore.observe.receipts import fields as receipt_fields
 from megacpp_mcore.observe.receipts.assemble import Window, measure, together, tokens_of
 from tests.errors import raises
-from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_start
+from tests.observe.recorded import LAUNCHED, SECOND, a_step, at, receipt_writer, stepped, write_profile, write_start
 from tests.tiny_run import ROOT
 
 
@@ -97,13 +97,10 @@ def test_a_dead_start_up_leaves_a_valid_receipt(tmp_path: Path, monkeypatch: pyt
 def test_shares_are_those_of_the_last_steady_profile(tmp_path: Path) -> None:
     """And not of the warm-up, though that came later."""
     end(tmp_path)
-    table = {
-        "steps": [10, 14], "phase": "steady", "rank": 0, "unit": "device time of kernels", "dominant": "E",
-        "hidden_share": 0.75, "families": {"E": {"share": 0.6}, "A": {"share": 0.3}, "optimizer": {"share": 0.1}},
-    }  # fmt: skip
-    for name, more in (("a", {}), ("b", {"steps": [20, 24], "phase": "warm-up"})):
-        (tmp_path / "profile" / name).mkdir(parents=True)
-        (tmp_path / "profile" / name / "table.json").write_text(json.dumps(table | {"dominant": "E"} | more))
+    families = {name: {"share": share} for name, share in (("E", 0.6), ("A", 0.3), ("optimizer", 0.1))}
+    values = {"unit": "device time of kernels", "dominant": "E", "hidden_share": 0.75, "families": families}
+    write_profile(tmp_path, 10, 14, **values)
+    write_profile(tmp_path, 20, 24, phase="warm-up", **values)
     receipt = receipts.read(tmp_path)
     assert receipt["profiler"]["step_range"] == [10, 14]
     assert (receipt["dominant_time"], receipt["attention_share"]) == ("expert", 0.3)

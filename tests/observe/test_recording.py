@@ -15,16 +15,14 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler
 
-from megacpp_mcore import policy
 from megacpp_mcore.errors import DataError, LaunchError
 from megacpp_mcore.model import preset
-from megacpp_mcore.model.run import Run
-from megacpp_mcore.model.training import Training
 from megacpp_mcore.nemo_recipes import bridge_loop
 from megacpp_mcore.observe import events, goodput, loop, recording
 from megacpp_mcore.observe.clock import Clock, Phase, compilation_timed
 from megacpp_mcore.observe.events import Listener
 from megacpp_mcore.settings import Observability, PluginConfig
+from tests.observe.recorded import LAUNCHED
 
 OFF = PluginConfig(Path("file"), "nam56r_tiny", preset("nam56r_tiny"), observability=Observability(enabled=False))
 PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
@@ -100,18 +98,12 @@ def test_a_megatron_without_a_function_is_refused_and_the_listeners_are_told(mon
     assert heard.method_calls[1:] == [mock.call.on_end(None)]
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> policy.LaunchPolicy:
-    """Return the launch policy of a single-process run."""
+def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
-    return policy.resolve(Run(training=Training(device="cpu", transformer_impl="local")), environment={})
-
-
-def test_what_cannot_be_written_is_refused_before_training(tmp_path: Path, launched: policy.LaunchPolicy) -> None:
     (tmp_path / "run").write_text("")
     chosen = recording.choose([], observe=str(tmp_path / "run"))
-    with pytest.raises(DataError, match=str(tmp_path / "run")), recording.observed(chosen, launched):
+    with pytest.raises(DataError, match=str(tmp_path / "run")), recording.observed(chosen, LAUNCHED):
         raise AssertionError("it records there")
 
 

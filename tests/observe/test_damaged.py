@@ -76,7 +76,7 @@ def _spoil(value: Any, rng: random.Random) -> None:
         value[key] = rng.choice(WRONG)
 
 
-@pytest.mark.parametrize("seed", exhaustive_but(range(40), *range(12)))
+@pytest.mark.parametrize("seed", exhaustive_but(range(40), *range(6)))
 def test_no_command_ends_in_a_traceback(
     run: Path, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,16 +92,16 @@ def test_no_command_ends_in_a_traceback(
             assert status in (0, 1) or (status == 2 and output.err.startswith("error: ")), output
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
 @pytest.mark.parametrize("key", ["at", "began", "rank", "phases", "losses", "step", "metrics", "facts", "heartbeat_s"])
-def test_a_value_of_another_kind_is_named_with_its_line(run: Path, tmp_path: Path, place: int, key: str) -> None:
+def test_a_value_of_another_kind_is_named_with_its_line(run: Path, tmp_path: Path, key: str) -> None:
     path = file_of(tmp_path, 1, 1)
-    lines = [json.loads(line) for line in file_of(run, 1, 1).read_text().splitlines()][:4]
-    lines[place][key] = [1, 2]
     path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(DataError, match=rf"rank_00001.jsonl, line {place + 1}: .*{key} is \[1, 2\]"):
-        events.read(tmp_path)
+    lines = file_of(run, 1, 1).read_text().splitlines()[:4]
+    for place, line in enumerate(lines):
+        damaged = json.dumps(json.loads(line) | {key: [1, 2]})
+        path.write_text("\n".join([*lines[:place], damaged, *lines[place + 1 :], ""]))
+        with pytest.raises(DataError, match=rf"rank_00001.jsonl, line {place + 1}: .*{key} is \[1, 2\]"):
+            events.read(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["run", "scratch"])

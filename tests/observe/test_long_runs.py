@@ -62,7 +62,7 @@ def peak_of(read: Callable[[], object]) -> int:
 def test_memory_does_not_grow_with_the_steps_of_all_ranks(tmp_path: Path) -> None:
     for ranks in (2, 6):
         for rank in range(ranks):
-            write_start(tmp_path / str(ranks), 1, rank, *lines_of(rank, ranks, 200), world_size=ranks)
+            write_start(tmp_path / str(ranks), 1, rank, *lines_of(rank, ranks, 100), world_size=ranks)
     assert receipts.read(tmp_path / "6")["step_time"]["rank"] == 5
     a_rank = peak_of(lambda: events.read(tmp_path / "2")) // 2
     for read in (assemble, report_page.read, lambda run: events.read(run, lambda *_: None)):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import re
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -29,6 +29,8 @@ from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from tests import forks, stock
+from tests.observe.recorded import stepped, with_loss, write_start
+from tests.trees import wheel_root
 
 ROOT = Path(__file__).parents[2]
 TWIN = 0.817e9
@@ -83,19 +85,16 @@ def assert_stock_trains(words: list[str], rate: float) -> None:
 
 def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     busy: set[str] = set()
-    begun: list[str] = []
-    rates: list[str] = []
-    seen: list[tuple[str, int]] = []
+    begun: list[tuple[int, int, str]] = []  # the processes of a run, its GPUs, and its learning rate
 
     def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         gpus = env["CUDA_VISIBLE_DEVICES"].split(",")
-        begun.append(command[command.index("--nproc") + 1])
-        rates.append(command[command.index("--lr") + 1])
+        processes, rate = (command[command.index(flag) + 1] for flag in ("--nproc", "--lr"))
+        begun.append((int(processes), len(gpus), rate))
         assert not busy.intersection(gpus)
         busy.update(gpus)
         time.sleep(0.05)
         busy.difference_update(gpus)
-        seen.append((command[command.index("--nproc") + 1], len(gpus)))
         return SimpleNamespace(returncode=1)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -104,12 +103,14 @@ def test_a_run_has_the_gpus_that_it_asks_for_to_itself(tmp_path: Path, monkeypat
     words = [str(ROOT / "experiments/gpus.yaml"), "--data", "corpus", "--output", str(tmp_path / "rows.csv")]
     assert train.main([*words, "--gpus", "8", "--folder", str(tmp_path / "runs")]) == 1  # as none trained
     arms = yaml.safe_load((ROOT / "experiments/gpus.yaml").read_text())["arms"].values()
-    assert sorted(seen) == sorted((str(arm["training"]["processes"]), arm["training"]["processes"]) for arm in arms)
-    assert sorted(begun[:3]) == ["1", "2", "4"]  # the first arms in the file run concurrently, before the one on 8
-    rates.clear()
+    wanted = sorted(arm["training"]["processes"] for arm in arms)
+    assert sorted((processes, gpus) for processes, gpus, _ in begun) == [(count, count) for count in wanted]
+    # The first arms in the file run concurrently, before the one on 8.
+    assert sorted(processes for processes, *_ in begun[:3]) == [1, 2, 4]
+    begun.clear()
     swept = ["--folder", str(tmp_path / "swept"), "--arms", "one", "two", "--rates", "1e-3", "0.002"]
     assert train.main([*words, "--gpus", "2", *swept]) == 1
-    assert sorted(rates) == ["0.001", "0.001", "0.002", "0.002"]
+    assert sorted(rate for *_, rate in begun) == ["0.001", "0.001", "0.002", "0.002"]
     assert sorted(path.name for path in (tmp_path / "swept").iterdir())[1] == "01_one_at_0.002_1234"
     with pytest.raises(SystemExit, match="8 GPUs"):
         train.main([*words, "--gpus", "4", "--folder", str(tmp_path / "none")])
@@ -162,10 +163,10 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert 4 < float(row["losses"].split()[0].removeprefix("lm_loss:")) < float(row["first_loss"]) + 1
         probe = dict(word.split(":") for word in row["probe"].split())
         assert float(probe["layers_apart"]) > 1
-        logs = [path.read_text() for path in folder.glob("*/log")]
-        assert [text.count("validation loss at iteration") for text in logs] == [1, 1]
         assert 4 < float(row["losses"].split()[-1].removeprefix("heldout:")) < float(row["first_loss"]) + 1
         assert float(probe["busiest_expert"]) >= 1 >= float(probe["idlest_expert"])
+    logs = [path.read_text() for path in folder.glob("*/log")]
+    assert [text.count("validation loss at iteration") for text in logs] == [1, 1]
     curves = list(csv.DictReader(points.open()))
     assert sorted((row["arm"], row["step"], row["tokens"]) for row in curves) == [
         ("no sharing", "3", "96"),
@@ -186,24 +187,25 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         draw_curves([str(points), str(tmp_path / "none.svg")])
 
 
+def memory_of(folder: Path, run: Run, settings: dict[str, Any]) -> dict[str, float]:
+    """Return the cells of a launch of ``run`` that reserved 120.06 GB on an H200."""
+    (folder / "arguments.json").write_text(json.dumps(lower(run)))
+    (folder / "megacpp.json").write_text(json.dumps({"model": run.model.name, **settings}))
+    held = {"kind": "CUDA allocator", "reserved_peak_bytes": 120_060_000_000}
+    receipt = {"memory": held, "parallelism": {"world_size": run.training.processes}}
+    cells = dict(word.split(":") for word in train._memory(folder, receipt).split())
+    return {name: float(gigabytes) for name, gigabytes in cells.items()}
+
+
 def test_a_row_has_the_memory_of_a_gpu_and_what_its_profile_says(tmp_path: Path) -> None:
     """Of a launch on two H200s: what its allocator reserved, with the estimate of its own recompute; the rank with the most."""
-    plan = Training(processes=2, data=("--mock-data",))
-    words = lower(Run(preset("nam56r_long"), Layout(context=2), plan))
-    (tmp_path / "arguments.json").write_text(json.dumps(words))
-    held = {"kind": "CUDA allocator", "reserved_peak_bytes": 120_060_000_000}
-    receipt = {"memory": held, "parallelism": {"world_size": 2}}
-    estimates = {}
-    for name, recompute in (("nothing", []), ("scans", ["m"])):
-        (tmp_path / "megacpp.json").write_text(json.dumps({"model": "nam56r_long", "recompute": recompute}))
-        cells = dict(word.split(":") for word in train._memory(tmp_path, receipt).split())
-        assert cells["reserved_gb"] == "120.1"
-        estimates[name] = float(cells["estimated_gb"])
-    run = Run(preset("nam56r_long"), Layout(context=2), plan)
+    run = Run(preset("nam56r_long"), Layout(context=2), Training(processes=2, data=("--mock-data",)))
+    nothing, scans = (memory_of(tmp_path, run, {"recompute": recompute}) for recompute in ([], ["m"]))
+    assert nothing["reserved_gb"] == scans["reserved_gb"] == 120.1
     by_way = {str(way.how): way.total / 1e9 for way in memory.choices(run)}
     # M layers keep their scan's rows where there is room (docs/model.md), unless they are recomputed.
-    assert estimates["nothing"] == pytest.approx(by_way["none"] + 13 * 74e3 * 16384 / 1e9, rel=0.01)
-    assert estimates["scans"] < by_way["none"]
+    assert nothing["estimated_gb"] == pytest.approx(by_way["none"] + 13 * 74e3 * 16384 / 1e9, rel=0.01)
+    assert scans["estimated_gb"] < by_way["none"]
     assert train._memory(tmp_path, {"memory": {"kind": "resident set", "reserved_peak_bytes": 1}}) == ""
     for rank, exposed in (("", 4_000_000), ("rank_00001", 6_000_000)):
         folder = tmp_path / "run" / "profile" / "16-17" / rank
@@ -227,23 +229,24 @@ def test_the_estimate_is_what_the_rows_of_an_h200_reserved(row: dict[str, str], 
     """In bf16 and in FP8, whose copies of weights leave parts of blocks unused, in graphs."""
     content = yaml.safe_load((ROOT / "experiments/nam56r.yaml").read_text())
     arm = train._arm(content, row["arm"], content["arms"][row["arm"]])
-    (tmp_path / "megacpp.json").write_text(json.dumps({"model": row["model"], **arm.settings}))
     plan = Training(data=("--mock-data",), extra=tuple(map(str, arm.words)), **arm.training)
-    (tmp_path / "arguments.json").write_text(json.dumps(lower(Run(preset(row["model"]), Layout(), plan))))
     reserved = float(dict(word.split(":") for word in row["probe"].split())["reserved_gb"])
-    held = {"kind": "CUDA allocator", "reserved_peak_bytes": 0}
-    cells = dict(
-        word.split(":") for word in train._memory(tmp_path, {"memory": held, "parallelism": {"world_size": 1}}).split()
-    )
-    assert float(cells["estimated_gb"]) == pytest.approx(reserved, rel=0.02)
+    cells = memory_of(tmp_path, Run(preset(row["model"]), Layout(), plan), dict(arm.settings))
+    assert cells["estimated_gb"] == pytest.approx(reserved, rel=0.02)
 
 
 def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one record; what has caches of its own starts with none."""
+    """In one record, of which the first start is a real one; what has caches of its own starts with none."""
+    output, folder = tmp_path / "rows.csv", tmp_path / "starts"
     caches = []
 
     def run(command: list[str], stdout: IO[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         caches.append(env["TRITON_CACHE_DIR"])
+        if (number := len(caches)) > 1:
+            now = time.time()
+            steps = stepped(now + 1, 1, startup=0.5), stepped(now + number, 2)
+            write_start(folder / "run", number, 0, *map(with_loss, steps), began=now)
+            return SimpleNamespace(returncode=0)
         program = forks.start(command[3:], Path(stdout.name), env=env, megatron=True)
         return SimpleNamespace(returncode=program.wait(forks.PATIENCE_S))
 
@@ -257,7 +260,6 @@ def test_starts_are_timed_to_their_second_step(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(ROOT)
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     (corpus,) = prepare([tmp_path / "text.txt"], str(tmp_path / "corpus"))
-    output, folder = tmp_path / "rows.csv", tmp_path / "starts"
     words = [small.name, "--data", corpus, "--folder", str(folder), "--output", str(output)]
     assert starts.main(words) == 0
     rows = list(csv.DictReader(output.open()))
@@ -299,16 +301,20 @@ def test_more_gpus_than_are_visible_are_refused(
 
 
 def test_a_megatron_has_a_row_of_what_compat_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the installed one; a failing part fails the script."""
+    """A failing part fails the script."""
     output = tmp_path / "rows.csv"
+    report = {"verdict": "fits", "patches": [{"targets": [{"state": "equal"}, {"state": "code"}]}]}
+    run = mock.Mock(return_value=SimpleNamespace(returncode=0, stdout=json.dumps(report)))
+    monkeypatch.setattr(megatrons, "subprocess", SimpleNamespace(run=run, DEVNULL=None, PIPE=None))
     monkeypatch.setattr(sys, "argv", ["megatrons", "this", "--parts", "compat", "--output", str(output)])
     assert megatrons.main() == 0
+    assert run.call_args.args[0][1:] == ["-m", "megacpp_mcore", "compat", "--json", "--checkout", str(wheel_root())]
     monkeypatch.setattr(megatrons.trial, "train", lambda *_, **__: ([], ["died of signal 9", "no more"]))
     monkeypatch.setattr(sys, "argv", ["megatrons", "this", "--parts", "steps", "--output", str(output)])
     assert megatrons.main() == 1
     with output.open(newline="") as text:
         compared, *trained = csv.DictReader(text)
-    assert re.fullmatch(r"fits: (\d+) of \1 targets equal", compared["found"])
+    assert compared["found"] == "fits: 1 of 2 targets equal"
     assert [row["found"] for row in trained] == [
         f"{model_class}: died of signal 9; no more" for model_class in (GPT, HYBRID)
     ]

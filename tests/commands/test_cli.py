@@ -158,10 +158,14 @@ def test_how_errors_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, whatever its status is."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_a_full_disk_and_a_closed_output_end_in_a_line() -> None:
     for redirection, status, says in ((">/dev/full", 2, "expected room"), (">&-", 0, "")):
-        command = f'"{sys.executable}" -m megacpp_mcore recipe list {redirection}'
-        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run("sh", "-c", f'"{sys.executable}" -m megacpp_mcore recipe list {redirection}')
         assert (done.returncode, done.stderr.count("\n")) == (status, bool(says)), done.stderr
         assert says in done.stderr
 
@@ -183,14 +187,12 @@ def test_an_interruption_while_the_commands_are_imported_is_a_word() -> None:
         "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find_spec))\n"
         "runpy.run_module('megacpp_mcore', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_a_python_without_the_dependencies_is_told_what_it_lacks() -> None:
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "megacpp_mcore", "doctor"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run(sys.executable, "-S", "-m", "megacpp_mcore", "doctor")
     assert done.returncode == 1
     assert "which megacpp-mcore needs; install the package into it" in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,19 +200,16 @@ def test_graphs_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str], 
 
 
 def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    import subprocess
-
     command = recipe(capsys, "emit", "nam56r").replace("torchrun", "echo")
-    ended = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin"}
-    )
-    assert ended.returncode != 0
-    assert "prefix of a prepared dataset" in ended.stderr
-    ended = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, check=True,
-        env={"PATH": "/usr/bin:/bin", "DATA_PREFIX": "a b"},
-    )  # fmt: skip
-    assert "--data-path a b --split" in ended.stdout
+
+    def shell(**variables: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": "/usr/bin:/bin"} | variables
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=env)
+
+    unset = shell()
+    assert unset.returncode != 0
+    assert "prefix of a prepared dataset" in unset.stderr
+    assert "--data-path a b --split" in shell(DATA_PREFIX="a b").stdout
 
 
 @pytest.mark.parametrize(

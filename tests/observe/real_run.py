@@ -62,41 +62,28 @@ class Faulty(Listener):
 
 
 class Writers(Listener):
-    """Stand where Megatron keeps its writers, and write all that they are given to RUN/scalars.jsonl."""
+    """Stand where Megatron keeps its writers; at the end, write all that they were given to RUN/scalars.json."""
 
     def __init__(self, run: str) -> None:
-        self.config: dict[str, Any] = {}
-        self._path = Path(run) / "scalars.jsonl"
+        self._path = Path(run) / "scalars.json"
+        self._given: list[tuple[str, str, float, int]] = []
 
     def on_model(self, chunks: Any, optimizer: Any) -> None:
         """Take the two places."""
         from megatron.training import global_vars
 
-        global_vars._GLOBAL_TENSORBOARD_WRITER = self
-        global_vars._GLOBAL_WANDB_WRITER = self
+        global_vars._GLOBAL_TENSORBOARD_WRITER = mock.Mock(add_scalar=self._add_scalar)
+        global_vars._GLOBAL_WANDB_WRITER = mock.Mock(log=self._log)
 
-    def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """As TensorBoard's writer."""
-        self._write("tensorboard", tag, value, step)
+    def on_end(self, error: BaseException | None) -> None:
+        """Write."""
+        self._path.write_text(json.dumps(self._given))
 
-    def finish(self) -> None:
-        """As W&B's run, at the end."""
+    def _add_scalar(self, tag: str, value: Any, step: int) -> None:
+        self._given.append(("tensorboard", tag, float(value), step))
 
-    def add_text(self, tag: str, text: str, global_step: int | None = None) -> None:
-        """As TensorBoard's writer, of the run's arguments."""
-
-    def flush(self) -> None:
-        """As TensorBoard's writer."""
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """As W&B's run."""
-        for tag, value in values.items():
-            self._write("wandb", tag, value, step)
-
-    def _write(self, writer: str, tag: str, value: Any, step: int) -> None:
-        record = {"writer": writer, "tag": tag, "value": float(value), "step": step}
-        with self._path.open("a", encoding="utf-8") as output:
-            output.write(json.dumps(record) + "\n")
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._given += [("wandb", tag, float(value), step) for tag, value in values.items()]
 
 
 def add_better_backend() -> None:

@@ -71,6 +71,12 @@ def stepped(second: float, number: int, seconds: float = 1.0, resumed_at: int = 
     return at(second, {"step": seconds, **phases}, step=number, resumed_at=resumed_at)
 
 
+def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
+    """Return the line with a rank's facts; ``more`` by the writer's names."""
+    values = {"moe_enabled": moe_enabled, "environment": {}}
+    return at(0, facts={"unknown": {}, **values, **more})
+
+
 def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
     """Return the line as the last rank writes it, with losses."""
     return line | {

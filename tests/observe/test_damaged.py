@@ -16,8 +16,7 @@ from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
 from tests.errors import raises
 from tests.lanes import exhaustive_but
-from tests.observe.recorded import at, file_of, stepped, with_loss, write_start
-from tests.observe.test_receipt_folder import facts
+from tests.observe.recorded import at, facts, file_of, stepped, with_loss, write_start
 
 WRONG = [None, 3, -1, 1.5, "x", [], {}, True, [1], {"a": 1}, float("inf"), 10**30, "\x1b[31m"]
 

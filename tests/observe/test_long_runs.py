@@ -17,8 +17,7 @@ from megacpp_mcore.observe import events, receipts
 from megacpp_mcore.observe.clock import Clock
 from megacpp_mcore.observe.events import Log
 from megacpp_mcore.observe.receipts.assemble import assemble
-from tests.observe.recorded import a_step, at, file_of, receipt_writer, stepped, with_loss, write_start
-from tests.observe.test_receipt_folder import facts
+from tests.observe.recorded import a_step, at, facts, file_of, receipt_writer, stepped, with_loss, write_start
 
 STEP_S = 1.7
 BACKEND = {

@@ -168,10 +168,10 @@ def test_what_is_shown_while_it_trains(finished: tuple[Path, str]) -> None:
     assert metrics[0]["routing_entropy"] is None
     assert 0 < (metrics[-1]["routing_entropy"] or 0) < 1
     assert 0 < (metrics[-1]["index_overlap"] or 0) < 1
-    scalars = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
+    scalars = json.loads((run / "scalars.json").read_text())
     ours = {f"{live.TAG}{name}" for name in live.SCALARS} - {f"{live.TAG}mfu"}
     for writer in ("tensorboard", "wandb"):
-        written = Counter((scalar["tag"], scalar["step"]) for scalar in scalars if scalar["writer"] == writer)
+        written = Counter((tag, step) for name, tag, _, step in scalars if name == writer)
         assert {tag for tag, _ in written if tag.startswith(live.TAG)} == ours
         assert all(count == 1 for (tag, _), count in written.items() if tag.startswith(live.TAG))
         assert {step for tag, step in written if tag == f"{live.TAG}goodput"} == set(recorded)
@@ -229,7 +229,7 @@ def test_a_stock_model_is_disqualified_by_capacity_forced_balance_and_mock_data(
     assert [entry["name"] for entry in receipt["disqualifiers"]] == ["mock data", "forced balance", "capacity drop"]
     assert [entry["name"] for entry in receipt["unjudged"]] == ["indexer untrained"]
     assert receipt["pattern"] is None
-    assert "no spec, none of this package" in (fields.why_unknown("pattern", receipt["unknown"]) or "")
+    assert "the run has no spec" in (fields.why_unknown("pattern", receipt["unknown"]) or "")
     assert receipt["routing"]["expert_input"] == "padded"
     assert (receipt["routing"]["top_k"], receipt["routing"]["experts"]) == (2, 4)
     for layer in receipt["routing"]["layers"].values():

@@ -27,6 +27,7 @@ from tests.observe.recorded import (
     a_step,
     append,
     at,
+    facts,
     file_of,
     receipt_writer,
     stepped,
@@ -40,12 +41,6 @@ from tests.observe.recorded import (
 def one_step_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exclude only the first step from the measured window."""
     monkeypatch.setattr(assembly, "WARM_UP_STEPS", 1)
-
-
-def facts(moe_enabled: bool = False, **more: Any) -> dict[str, Any]:
-    """Return the line with a rank's facts; ``more`` by the writer's names."""
-    values = {"moe_enabled": moe_enabled, "environment": {}}
-    return at(0, facts={"unknown": {}, **values, **more})
 
 
 def of_cache(files: int, added: int) -> dict[str, Any]:

@@ -50,40 +50,46 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def only(*names: str) -> dict[str, Finding]:
-    findings = examine([BY_NAME[name] for name in names], time_limit_s=60)
-    return {finding.name: finding for finding in findings}
+def only(*names: str) -> list[Finding]:
+    """Return the findings about these components."""
+    return examine([BY_NAME[name] for name in names], time_limit_s=60)[1:]
+
+
+ENGINE = ("transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
+
+
+def complete_engine(folder: Path, cudnn: str) -> None:
+    """Add to :data:`ENGINE` what it needs to work; it has loaded this cuDNN, torch 9.19.0."""
+    package(folder, "transformer_engine.pytorch", "Linear = object")
+    package(folder, "transformer_engine.pytorch.utils", f"def get_cudnn_version(): return {cudnn}")
 
 
 def test_an_apex_that_is_not_nvidias_is_named_and_never_imported(folder: Path) -> None:
     place = package(folder, "apex", f"open({str(folder / 'imported')!r}, 'w')", "apex", "0.9.10.dev0")
-    findings = only("apex: optimizers")
-    finding = findings["apex: optimizers"]
+    (finding,) = only("apex: optimizers")
     assert (finding.state, finding.version, finding.blocks) == (IMPOSTOR, "0.9.10.dev0", True)
     assert str(place) in finding.reason
     assert "RMSNorm" in finding.reason
     assert "pip uninstall apex" in finding.reason
     assert not (folder / "imported").exists()
-    assert doctor.is_healthy(list(findings.values())) is False
+    assert doctor.is_healthy([finding]) is False
 
 
 def test_nvidia_apex_with_and_without_its_extensions(folder: Path) -> None:
     package(folder, "apex", "", "apex", "0.1")
     package(folder, "apex.multi_tensor_apply")
     package(folder, "apex.optimizers", "import amp_C")
-    findings = only("apex: amp_C", "apex: optimizers")
-    assert findings["apex: amp_C"].state == ABSENT
-    assert (findings["apex: optimizers"].state, findings["apex: optimizers"].blocks) == (BROKEN, False)
-    assert "No module named 'amp_C'" in findings["apex: optimizers"].reason
+    amp_c, optimizers = only("apex: amp_C", "apex: optimizers")
+    assert (amp_c.state, optimizers.state, optimizers.blocks) == (ABSENT, BROKEN, False)
+    assert "No module named 'amp_C'" in optimizers.reason
     (folder / "amp_C.py").write_text("")
-    findings = only("apex: amp_C", "apex: optimizers")
-    assert {finding.state for finding in findings.values()} == {WORKS}
-    assert findings["apex: amp_C"].version == "0.1"
+    amp_c, optimizers = only("apex: amp_C", "apex: optimizers")
+    assert (amp_c.state, amp_c.version, optimizers.state) == (WORKS, "0.1", WORKS)
 
 
 def test_deep_gemm_of_another_origin(folder: Path) -> None:
     package(folder, "deep_gemm", "", "deep-gemm", "1.0.0")
-    finding = only("deep_gemm")["deep_gemm"]
+    (finding,) = only("deep_gemm")
     assert (finding.state, finding.version, finding.blocks) == (IMPOSTOR, "1.0.0", False)
     assert "`pip uninstall deep-gemm`" in finding.reason
 
@@ -92,7 +98,7 @@ def test_deep_gemm_of_another_origin(folder: Path) -> None:
 def test_a_deep_gemm_with_its_sources_works(folder: Path) -> None:
     (package(folder, "deep_gemm", "", "deep-gemm", "1.0.0") / "include").mkdir()
     (folder / "torch.py").unlink()
-    assert only("deep_gemm")["deep_gemm"].state == WORKS
+    assert [finding.state for finding in only("deep_gemm")] == [WORKS]
 
 
 @pytest.mark.parametrize(
@@ -103,27 +109,23 @@ def test_the_switch_of_transformer_engine_is_said_and_one_that_a_launch_refuses_
     folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, state: str, reason: str
 ) -> None:
     monkeypatch.setenv("MEGACPP_DISABLE_TE", value)
-    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
-    broken = only("transformer-engine")["transformer-engine"]
+    package(folder, *ENGINE)
+    (broken,) = only("transformer-engine")
     assert (broken.state, broken.blocks) == (BROKEN, True)  # Megatron imports it all the same
     assert "No module named 'transformer_engine.pytorch'" in broken.reason
-    package(folder, "transformer_engine.pytorch", "Linear = object")
-    package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 19, 0")
+    complete_engine(folder, cudnn="9, 19, 0")
     package(folder, "tilelang")
-    findings = only("transformer-engine", "tilelang")
-    finding = findings["transformer-engine"]
+    finding, other = only("transformer-engine", "tilelang")
     assert re.match(reason, finding.reason)
-    assert (finding.version, finding.blocks) == ("2.20.2", value == "yes")
-    assert value == "yes" or finding.state == state
-    assert (findings["tilelang"].blocks, findings["tilelang"].reason) == (False, "")
+    assert (finding.state, finding.version, finding.blocks) == (state, "2.20.2", value == "yes")
+    assert (other.blocks, other.reason) == (False, "")
 
 
 def test_another_cudnn_than_torchs_is_said(folder: Path) -> None:
     """With it, Transformer Engine's attention silently runs unfused."""
-    package(folder, "transformer_engine", "__version__ = '2.20.2'", "transformer-engine", "2.20.2")
-    package(folder, "transformer_engine.pytorch", "Linear = object")
-    package(folder, "transformer_engine.pytorch.utils", "def get_cudnn_version(): return 9, 1, 2")
-    finding = only("transformer-engine")["transformer-engine"]
+    package(folder, *ENGINE)
+    complete_engine(folder, cudnn="9, 1, 2")
+    (finding,) = only("transformer-engine")
     assert finding.state == WORKS
     assert "it loaded cuDNN (9, 1, 2), torch uses (9, 19, 0): " in finding.reason
     assert "CUDNN_HOME" in finding.reason
@@ -132,7 +134,7 @@ def test_another_cudnn_than_torchs_is_said(folder: Path) -> None:
 @pytest.mark.parametrize(("version", "state"), [("0.4.1", BROKEN), ("0.5.0", WORKS)])
 def test_resiliency(folder: Path, version: str, state: str) -> None:
     package(folder, "nvidia_resiliency_ext", "", "nvidia-resiliency-ext", version)
-    finding = only("nvidia-resiliency-ext")["nvidia-resiliency-ext"]
+    (finding,) = only("nvidia-resiliency-ext")
     assert (finding.state, finding.blocks) == (state, state == BROKEN)
     assert ("0.4.1 breaks" in finding.reason) == (state == BROKEN)
 
@@ -178,15 +180,15 @@ def test_transformers_says_what_needs_it(folder: Path, monkeypatch: pytest.Monke
     find = importlib.util.find_spec
     with monkeypatch.context() as absent:
         absent.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-        finding = only("transformers")["transformers"]
+        (finding,) = only("transformers")
     assert (finding.state, finding.blocks) == (ABSENT, False)
     assert "HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]`" in finding.reason
     place = package(folder, "transformers", "__version__ = '5.8.0'")
-    finding = only("transformers")["transformers"]
+    (finding,) = only("transformers")
     assert (finding.state, finding.blocks) == (BROKEN, False)
     assert "cannot import name 'AutoTokenizer'" in finding.reason
     (place / "__init__.py").write_text("__version__ = '5.8.0'\nAutoTokenizer = object")
-    assert only("transformers")["transformers"].version == "5.8.0"
+    assert [finding.version for finding in only("transformers")] == ["5.8.0"]
 
 
 def components(capsys: pytest.CaptureFixture[str], status: int, *options: str) -> list[dict[str, Any]]:

@@ -204,26 +204,37 @@ def test_the_table_has_what_is_promised() -> None:
     assert table(promises) in (ROOT / "docs" / "launch.md").read_text(encoding="utf-8"), table(promises)
 
 
-def test_state_goes_between_recipes(tmp_path: Path) -> None:
-    """What two replicas of the recipes save goes on in one process and with experts cut over two, and what one saves, there."""
-    replicas, one = Run("2 replicas", "many buckets", "bf16"), Run("one process", "plain", "bf16")
-    experts = Run("EP 2", "one bucket", "bf16")
-    run_tasks(tmp_path, [(replicas, replicas.saved(), [])])
-    cells = run_tasks(tmp_path, [(one, one.saved(), replicas.saved())])
-    cells |= run_tasks(tmp_path, [(experts, [], [*replicas.saved(), *one.saved()])])
-    assert_as_promised(cells)
-    assert sorted(answer.partition(":")[0] for answer in cells.values()).count(EXACT) == 3
+REPLICAS = Run("2 replicas", "many buckets", "bf16")
+PLAIN, ONE_BUCKET, MANY_BUCKETS = (Run("one process", kind, "bf16") for kind in KINDS)
+EXPERTS = Run("EP 2", "one bucket", "bf16")
+BY_STOCK = [Saved(run, STOCK + FULLY, FULLY) for run in (ONE_BUCKET, MANY_BUCKETS)]
+OURS, OF_STOCK = Saved(MANY_BUCKETS, FULLY), Saved(MANY_BUCKETS, STOCK + FULLY)
+FOR_STOCK = Saved(MANY_BUCKETS, FULLY, STOCK + FULLY)
 
 
-def test_state_that_megatron_saved_by_itself(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
+    """What comes of loads in one process and with experts cut over two, of what two replicas and that process have saved."""
+    root = tmp_path_factory.mktemp("moves")
+    run_tasks(root, [(REPLICAS, REPLICAS.saved(), [])])
+    tasks = [
+        (PLAIN, PLAIN.saved(), REPLICAS.saved()),
+        (ONE_BUCKET, [BY_STOCK[0]], []),
+        (MANY_BUCKETS, [BY_STOCK[1], OURS], [*BY_STOCK, OURS, FOR_STOCK, OF_STOCK]),
+    ]
+    return run_tasks(root, tasks) | run_tasks(root, [(EXPERTS, [], [*REPLICAS.saved(), *PLAIN.saved()])])
+
+
+def test_state_goes_between_recipes(cells: Cells) -> None:
+    moves = {(saved, run): answer for (saved, run), answer in cells.items() if run in (PLAIN, EXPERTS)}
+    assert_as_promised(moves)
+    assert sorted(answer.partition(":")[0] for answer in moves.values()).count(EXACT) == 3
+
+
+def test_state_that_megatron_saved_by_itself(cells: Cells) -> None:
     """Of one bucket it is loaded, and Megatron loads ours; of several, Megatron loads other parameters' and we refuse it."""
-    one, many = (Run("one process", kind, "bf16") for kind in ("one bucket", "many buckets"))
-    by_stock = [Saved(run, STOCK + FULLY, FULLY) for run in (one, many)]
-    ours, for_stock, of_stock = Saved(many, FULLY), Saved(many, FULLY, STOCK + FULLY), Saved(many, STOCK + FULLY)
-    loads = [*by_stock, ours, for_stock, of_stock]
-    cells = run_tasks(tmp_path, [(one, [by_stock[0]], []), (many, [by_stock[1], ours], loads)])
-    assert {cells[by_stock[0], many], cells[ours, many], cells[for_stock, many]} == {EXACT}
-    found, refusal = cells[of_stock, many], cells[by_stock[1], many]
+    assert {cells[saved, MANY_BUCKETS] for saved in (BY_STOCK[0], OURS, FOR_STOCK)} == {EXACT}
+    found, refusal = cells[OF_STOCK, MANY_BUCKETS], cells[BY_STOCK[1], MANY_BUCKETS]
     if Version(package_info.__version__) >= Version("0.20.0"):  # which has NVIDIA/Megatron-LM#5077
         assert (found, refusal) == (EXACT, EXACT)
         return
@@ -248,11 +259,10 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_refused_run_has_not_begun_and_its_remedy_helps(tmp_path: Path) -> None:
     """The launch ends with an error before any step; converted as it says, the checkpoint goes on, exact."""
-    saving, run = Run("2 replicas", "many buckets", "bf16"), Run("one process", "plain", "bf16")
-    flat, config = Saved(saving, DEFAULT), tmp_path / "model.yaml"
-    run_tasks(tmp_path, [(saving, [flat], [])])
+    flat, config = Saved(REPLICAS, DEFAULT), tmp_path / "model.yaml"
+    run_tasks(tmp_path, [(REPLICAS, [flat], [])])
     record, load = tmp_path / "observe", ("--load", str(flat.folder(tmp_path)))
-    status, output = launch(["--observe", str(record), "--", *run.words(), *load], config)
+    status, output = launch(["--observe", str(record), "--", *PLAIN.words(), *load], config)
     assert status != 0
     refusal = re.search(r"as flat buckets, which only .* can load: .* name\s+NEW/torch_dist", output, re.DOTALL)
     assert refusal is not None, output[-4000:]
@@ -260,9 +270,9 @@ def test_a_refused_run_has_not_begun_and_its_remedy_helps(tmp_path: Path) -> Non
     new = tmp_path / "new"
     remedy = re.search(r"\((--dist-ckpt-optim-fully-reshardable .* NEW), then", output)
     assert remedy is not None
-    converting = [*saving.words(), *load, *remedy[1].replace("NEW", str(new)).split()]
+    converting = [*REPLICAS.words(), *load, *remedy[1].replace("NEW", str(new)).split()]
     status, output = launch(["--", *converting], config, 2)
     assert status == 0, output[-4000:]
-    converted = Saved(saving, FULLY)
+    converted = Saved(REPLICAS, FULLY)
     (new / "torch_dist").rename(converted.folder(tmp_path))
-    assert run_tasks(tmp_path, [(run, [], [converted])])[converted, run] == EXACT
+    assert run_tasks(tmp_path, [(PLAIN, [], [converted])])[converted, PLAIN] == EXACT

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,32 +128,21 @@ def test_the_dense_warm_up_of_the_indexer(name: str, tmp_path: Path) -> None:
     assert all(expected["indexer loss"][step] > 0 for step in range(1, COMPARED + 1))
 
 
-DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "flipped": ("__1_0.distcp", partial(flip, at=100)),
-    "cut": ("__1_0.distcp", lambda file: os.truncate(file, file.stat().st_size // 2)),
-    "deleted": ("__1_0.distcp", Path.unlink),
-    "swapped": ("__1_0.distcp", lambda file: shutil.copy(file.with_name("__0_0.distcp"), file)),
-    "metadata": (".metadata", partial(flip, at=100)),
-}
-
-
-@pytest.mark.parametrize("damage", exhaustive_but(DAMAGES, "flipped"))
 def test_a_damaged_newest_checkpoint_is_refused_or_passed_over_and_the_run_repeats_bit_for_bit(
-    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two processes, which end as a whole: from the newest whole one, if their file says so."""
     monkeypatch.setenv("WHOLE_END", "1")
     run, saved = laboratory.compared("EP 2"), tmp_path / "saved"
     shutil.copytree(run.checkpoints, saved)
-    name, do = DAMAGES[damage]
-    do(saved / f"iter_{COMPARED:07d}" / name)
+    flip(saved / f"iter_{COMPARED:07d}" / "__1_0.distcp", at=100)
     options = write_config(tmp_path / "model.yaml", OVERRIDES)
     words = laboratory.training_words(LAYOUTS["EP 2"], train_iters=COMPARED)
     words += [*WARM_UP, "--save", str(saved), "--load", str(saved), "--save-interval", "1"]
     status, output = launch(["--no-observe", "--", *words], options, 2)
     assert status != 0
     assert f"iteration{COMPARED:9}/" not in output
-    assert f"error: the checkpoint {saved}/iter_{COMPARED:07d} is damaged: {name}" in output, output[-4000:]
+    assert f"error: the checkpoint {saved}/iter_{COMPARED:07d} is damaged: __1_0.distcp" in output, output[-4000:]
     with options.open("a") as file:
         file.write("checkpoints: {load_newest_whole: true}\n")
     status, output = launch(["--no-observe", "--", *words], options, 2)

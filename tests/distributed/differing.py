@@ -24,19 +24,14 @@ FILE = {"model": "nam56r_tiny", "overrides": {"dsa": {"topk": 32}}, "speed_defau
 
 ARGUMENTS = {
     "--lr": ("--lr", "0.123"),
-    "--weight-decay": ("--weight-decay", "0.123"),
-    "--seed": ("--seed", "77"),
-    "--clip-grad": ("--clip-grad", "0.5"),
-    "--adam-beta2": ("--adam-beta2", "0.9"),
-    "--train-iters": ("--train-iters", "77"),
     "--tensor-model-parallel-size": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "the datasets, by their manifests' digest": ("--data-cache-path", "/cache/0123456789abcdef"),
 }
 FILES: dict[str, dict[str, Any]] = {
     "MEGACPP_CONFIG model.dsa.topk": {"overrides": {"dsa": {"topk": 16}}},
     "MEGACPP_CONFIG backends.mamba3": {"backends": {"mamba3": "reference"}},
-    "MEGACPP_CONFIG recompute.m": {"recompute": ["m"]},
 }
-ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVIDIA_TF32_OVERRIDE": "0", "MEGACPP_DISABLE_TE": "1"}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "MEGACPP_DISABLE_TE": "1"}
 OTHER = ("MEGACPP_CONFIG", "the code of megacpp-mcore", "version of torch")
 WAYS = (*ARGUMENTS, *FILES, *ENVIRONMENT, *OTHER)
 HOSTS_OWN = (

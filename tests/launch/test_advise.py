@@ -14,7 +14,7 @@ from megacpp_mcore.errors import ModelError
 from megacpp_mcore.launch.schedule_search import Round, Schedules, advice, describe, search
 from megacpp_mcore.layer_specs import training_step
 from megacpp_mcore.model import preset
-from tests import stock, tiny_run
+from tests import micro_batch, stock, tiny_run
 from tests.errors import raises
 
 S, B = 24, 2
@@ -56,9 +56,8 @@ def build(process: Path, schedule: str) -> Any:
 
 
 def losses(model: Any) -> torch.Tensor:
-    tokens = torch.randint(0, 256, (B, S + 1), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        return model(tokens[:, :-1], torch.arange(S).expand(B, S), None, labels=tokens[:, 1:])
+        return micro_batch.losses_of(model, micro_batch.draw_tokens(B, S))
 
 
 def test_a_schedule_that_is_chosen_is_the_model_that_is_built_with_it(process: Path) -> None:

@@ -430,23 +430,19 @@ def test_the_policy_says_of_every_flag_whether_it_is_on_and_why() -> None:
 
 
 def test_tf32_that_nothing_can_undo_is_refused_where_products_have_to_be_exact() -> None:
-    ours = GPU
     with pytest.raises(LaunchError, match=r"NVIDIA_TF32_OVERRIDE=1.*router, .*M²RNN"):
-        resolve(ours, environment={"NVIDIA_TF32_OVERRIDE": "1"})
+        resolve(GPU, environment={"NVIDIA_TF32_OVERRIDE": "1"})
     for harmless in ({"NVIDIA_TF32_OVERRIDE": "0"}, {}):
-        assert resolve(ours, environment=harmless).warnings == ()
+        assert resolve(GPU, environment=harmless).warnings == ()
     stock_model = resolve(dataclasses.replace(GPU, model=None), environment={"NVIDIA_TF32_OVERRIDE": "1"})
     assert [warning.split(":")[0] for warning in stock_model.warnings] == ["NVIDIA_TF32_OVERRIDE"]
     assert "NVIDIA_TF32_OVERRIDE" not in str(resolve(CPU, environment={"NVIDIA_TF32_OVERRIDE": "1"}).values)
 
 
 def test_tf32_that_torch_was_set_to_is_named() -> None:
-    ours = GPU
-    (by_program,) = resolve(ours, environment={}, tf32_products=True).warnings
+    (by_program,) = resolve(GPU, environment={}, tf32_products=True).warnings
     assert by_program.startswith("torch.backends.cuda.matmul.fp32_precision: M²RNN's recurrence is not affected")
-    (by_environment,) = resolve(
-        ours, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, tf32_products=True
-    ).warnings
+    (by_environment,) = resolve(GPU, environment={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}, tf32_products=True).warnings
     assert by_environment.startswith("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: M²RNN's recurrence")
 
 

@@ -29,10 +29,13 @@ def tensors_of(run: Run, step: int) -> dict[str, torch.Tensor]:
 def differing_runs(
     expected: Run, found: Run, tolerance: float, names: Sequence[str] = SCALARS, *, steps: int
 ) -> list[str]:
-    """One sentence for each scalar in all ``steps``, and each gradient of the first (as Adam's mean), that is further off."""
+    """One sentence for each scalar in all ``steps``, and each gradient of the first two, that is further off.
+
+    Of the gradients Adam's mean is compared; the first step is of size zero (:data:`tests.distributed.runs.WARM_UP`).
+    """
     assert all(len(run.scalars[name]) == steps for run in (expected, found) for name in names)
     first, same = (
-        {name: value for name, value in tensors_of(run, 1).items() if name.startswith(MOMENTUM)}
+        {name: value for name, value in tensors_of(run, 2).items() if name.startswith(MOMENTUM)}
         for run in (expected, found)
     )
     assert sum(value.numel() for value in first.values()) == sum(expected.model.parameters().values())

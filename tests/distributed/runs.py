@@ -111,7 +111,7 @@ class Laboratory:
         load = ["--load", str(self.main().checkpoints), "--ckpt-step", str(RESUMED)]
         return self.run("resumed", LAYOUTS[ONE], MAIN, [*WARM_UP, *load], micro_batch_size=GLOBAL_BATCH)
 
-    def compared(self, name: str, *words: str, save_every: int | None = 1, replicas: int = 1, **training: Any) -> Run:
+    def compared(self, name: str, *words: str, save_every: int | None = 2, replicas: int = 1, **training: Any) -> Run:
         """:data:`COMPARED` steps in layout ``name`` from the last checkpoint of :meth:`main`, from the first sample on."""
         load = ["--load", str(self.main().checkpoints), "--finetune", "--no-load-optim", "--no-load-rng"]
         label, words = " ".join((name, *words, *map(str, training.values()))), (*WARM_UP, *load, *words)

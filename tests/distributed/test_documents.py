@@ -75,7 +75,7 @@ def counted(run: Run) -> int:
     ],
 )
 def test_documents_are_kept_apart_as_in_one_process(made: Any, masked: bool, name: str, words: tuple[str, ...]) -> None:
-    """Every step's scalars, every gradient of the first, and of packed rows the FLOPs."""
+    """Every step's scalars, every gradient of the first two, and of packed rows the FLOPs."""
     one, other = made(masked).compared(ONE, *words), made(masked).compared(name, *words)
     exact = [scalar for scalar in SCALARS if scalar != "indexer loss" and not (masked and scalar.startswith("mtp"))]
     assert differing_runs(one, other, TOLERANCE, exact, steps=COMPARED) == []

@@ -210,8 +210,8 @@ def test_a_port_that_rank_0_cannot_listen_at_is_not_a_missing_rank(monkeypatch: 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_another_program_at_the_port_is_not_waited_for_without_end(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It never answers."""
-    monkeypatch.setattr(ranks, "_REPLY", timedelta(seconds=0.5))
-    monkeypatch.setattr(ranks, "MINUTE", timedelta(seconds=0.1))
+    monkeypatch.setattr(ranks, "_REPLY", timedelta(seconds=0.1))
+    monkeypatch.setattr(ranks, "MINUTE", timedelta(seconds=0.01))
     with socket.create_server(("localhost", 0)) as other:
         for name, value in (RANK_0 | {"RANK": rank, "MASTER_PORT": (port := str(other.getsockname()[1]))}).items():
             monkeypatch.setenv(name, value)

@@ -147,7 +147,7 @@ def _whole(gradient: torch.Tensor, axis: int | None) -> torch.Tensor:
     return torch.stack(parts) if axis is None else torch.cat(parts, dim=axis)
 
 
-def main(folder: Path, tensor: str, virtual: str) -> dict[str, dict[str, torch.Tensor]]:
+def main(folder: Path, tensor: str, virtual: str, *names: str) -> dict[str, dict[str, torch.Tensor]]:
     """By case and parameter the gradients of the stages of one rank of a run."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -157,9 +157,9 @@ def main(folder: Path, tensor: str, virtual: str) -> dict[str, dict[str, torch.T
     sizes = {"tensor_model_parallel_size": int(tensor), "pipeline_model_parallel_size": pipeline}
     with stock.one_process(folder / "store", **sizes, virtual_pipeline_model_parallel_size=stages):
         model_parallel_cuda_manual_seed(1)
-        for name, case in CASES.items():
-            with stock.patched(*[PATCH] * case.patched):
-                results[name] = gradients(case, stages)
+        for name in names or CASES:
+            with stock.patched(*[PATCH] * CASES[name].patched):
+                results[name] = gradients(CASES[name], stages)
     return results
 
 
@@ -176,7 +176,7 @@ def run(folder: Path, *, pipeline: int = 1, virtual: int = 0) -> Any:
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """Of this process."""
     with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
-        return main(tmp_path_factory.mktemp("one"), "1", "0")
+        return main(tmp_path_factory.mktemp("one"), "1", "0", STOCK, TWICE)
 
 
 @pytest.fixture(scope="module")

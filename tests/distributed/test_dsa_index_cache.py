@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,37 +18,27 @@ from tests.patches import test_dsa_index_cache as unit
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 MICRO_BATCHES, LAYERS = 4, 8
-TEXT = "dsa_index_cache: {schedule: FSSSFSFS}\n"
-RECOMPUTE = ("none", "selective", "full, layer by layer")
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A pipeline schedule of two ranks: virtual stages, and how the model's schedule is given."""
-
-    virtual: int | None
-    roles: str
-    text: str | None
-
-    def config(self, recompute: str) -> Any:
-        return unit.transformer_config(
-            layers=LAYERS,
-            pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=self.virtual,
-            pipeline_dtype=torch.float32,
-            deallocate_pipeline_outputs=True,
-            # As stock's arguments set them.
-            overlap_p2p_comm=self.virtual is not None,
-            batch_p2p_comm=self.virtual is None,
-            dsa_indexer_topk_freq=1 if self.text else 2,
-            **unit.RECOMPUTE[recompute],
-        )
-
-
-PIPELINES: Mapping[str, Pipeline] = {
-    "1F1B": Pipeline(None, "FSSSFSFS", TEXT),
-    "interleaved": Pipeline(2, "FSFSFSFS", None),
+PIPELINES: Mapping[str, tuple[int | None, str, str, str]] = {
+    "1F1B": (None, "FSSSFSFS", "dsa_index_cache: {schedule: FSSSFSFS}\n", "selective"),
+    "interleaved": (2, "FSFSFSFS", "", "full, layer by layer"),
 }
+"""Virtual stages, the roles of the layers, the file that says them (without one every second shares), what is recomputed."""
+
+
+def config_of(name: str) -> Any:
+    virtual, _, text, recompute = PIPELINES[name]
+    return unit.transformer_config(
+        layers=LAYERS,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        # As stock's arguments set them.
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        dsa_indexer_topk_freq=1 if text else 2,
+        **unit.RECOMPUTE[recompute],
+    )
 
 
 def chunks(config: Any) -> list[Any]:
@@ -104,34 +93,32 @@ def run(config: Any, masked: bool) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> dict[Any, Any]:
-    """What :func:`run` returned of each run, on one rank."""
-    rank = os.environ["RANK"]
-    results: dict[Any, Any] = {}
-    for number, (name, pipeline) in enumerate(PIPELINES.items()):
-        sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": pipeline.virtual}
+def main(folder: Path) -> dict[str, Any]:
+    """What :func:`run` returned of each pipeline, on one rank; a mask is given to the first."""
+    results: dict[str, Any] = {}
+    for name, (virtual, _, text, _) in PIPELINES.items():
+        sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
         with (
-            stock.one_process(folder / f"store{number}", **sizes),
+            stock.one_process(folder / f"store of {name}", **sizes),
             stock.patched(unit.PATCH),
             mock.patch.dict(os.environ),
         ):
             stock.restart_random()
             stock.loss_scale(1.0)
-            if pipeline.text:
-                (folder / f"{rank}.yaml").write_text(pipeline.text)
-                os.environ["MEGACPP_CONFIG"] = str(folder / f"{rank}.yaml")
-            for recompute, masked in itertools.product(RECOMPUTE, (False, True)):
-                results[name, recompute, masked] = run(pipeline.config(recompute), masked)
+            if text:
+                os.environ["MEGACPP_CONFIG"] = str(folder / f"{os.environ['RANK']}.yaml")
+                Path(os.environ["MEGACPP_CONFIG"]).write_text(text)
+            results[name] = run(config_of(name), masked=bool(text))
     return results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return stock.on_ranks("tests.distributed.test_dsa_index_cache", 2, tmp_path_factory.mktemp("pipelines"))
 
 
 @pytest.fixture(scope="module")
-def process(results: list[dict[Any, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def process(results: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Stock Megatron in this process, for the reference; after the workers, which are done by then."""
     with stock.one_process(tmp_path_factory.mktemp("reference") / "store"):
         stock.restart_random()
@@ -139,19 +126,17 @@ def process(results: list[dict[Any, Any]], tmp_path_factory: pytest.TempPathFact
         yield
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_every_gradient(process: None, results: list[dict[Any, Any]], name: str, recompute: str, masked: bool) -> None:
-    ranks = [result[name, recompute, masked] for result in results]
+def test_every_gradient(process: None, results: list[dict[str, Any]], name: str) -> None:
+    ranks = [result[name] for result in results]
     assert max(rank["in flight"] for rank in ranks) >= 2
     first = ranks[0]["first"] | ranks[1]["first"]
     again = ranks[0]["again"] | ranks[1]["again"]
     assert sorted(first) == [f"d{number}" for number in range(1, LAYERS + 1)]
-    sources = unit.sources_of(PIPELINES[name].roles)
+    sources = unit.sources_of(PIPELINES[name][1])
     unit.Spy(first, again).check(sources, range(MICRO_BATCHES))
     for shared, full in sources.items():
-        assert len(again.get(shared, [])) == (0 if recompute == "none" else MICRO_BATCHES)
+        assert len(again.get(shared, [])) == MICRO_BATCHES
         different = itertools.combinations([index.sort().values for index in first[full]], 2)
         assert not any(torch.equal(one, other) for one, other in different)
     found = ranks[0]["gradients"] | ranks[1]["gradients"]
@@ -161,10 +146,10 @@ def test_every_gradient(process: None, results: list[dict[Any, Any]], name: str,
     assert unit.differing(expected, found, sources) == []
 
 
-def test_logged_loss_is_the_mean_over_the_full_layers_of_all_stages(results: list[dict[Any, Any]]) -> None:
-    for name, pipeline in PIPELINES.items():
-        ranks = [result[name, "full, layer by layer", False] for result in results]
+def test_logged_loss_is_the_mean_over_the_full_layers_of_all_stages(results: list[dict[str, Any]]) -> None:
+    for name, (_, roles, *_) in PIPELINES.items():
+        ranks = [result[name] for result in results]
         values = sum(rank["values"] for rank in ranks)
-        assert values.nonzero().flatten().tolist() == [i for i, role in enumerate(pipeline.roles) if role == "F"]
-        expected = values.sum().item() / (pipeline.roles.count("F") * MICRO_BATCHES)
+        assert values.nonzero().flatten().tolist() == [i for i, role in enumerate(roles) if role == "F"]
+        expected = values.sum().item() / (roles.count("F") * MICRO_BATCHES)
         assert [rank["logged"].item() for rank in ranks] == pytest.approx([expected] * 2, rel=1e-6)

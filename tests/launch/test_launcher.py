@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -273,7 +272,9 @@ def test_an_environment_of_a_job_that_is_not_whole_is_refused(
 @pytest.mark.parametrize(
     ("words", "options", "code", "values"),
     [
+        ("train", {}, "", ["'train'", "*.py"]),
         ("", {"device": "tpu"}, "", ["'tpu'", "auto, cpu, cuda"]),
+        ("", {"nproc": 0}, "", ["--nproc is 0"]),
         ("", {"nproc": 2, "environment": RANKS}, "", ["--nproc 2", "torchrun"]),
         ("", {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "", ["SLURM_STEP_NUM_TASKS=2"]),
         ("--hybrid-context-parallel --sft", {}, "unsupported", ["--sft, --hybrid-context-parallel;"]),
@@ -413,29 +414,31 @@ def test_exit_status_passes_through_and_is_recorded(statement: str, status: int,
     assert [start.how for start in events.read(tmp_path / "run")[0]] == [how]
 
 
-def test_data_is_checked_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 9 is the first of the second host, which may have a damaged copy of what rank 0 sees."""
-    (tmp_path / "text.txt").write_text("some text")
-    (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"))
-    Path(prefix + ".bin").write_bytes(bytes(Path(prefix + ".bin").stat().st_size))
-    monkeypatch.setenv("RANK", "9")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launcher._verified_data(["--data-path", prefix])[0] == "--data-cache-path"
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(DataError, match=re.escape(prefix + ".bin")):
-        launcher._verified_data(["--data-path", prefix])
-
-
-def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(tmp_path: Path) -> None:
-    script = script_in(tmp_path)
+@pytest.fixture
+def damaged(tmp_path: Path) -> str:
+    """The prefix of a dataset whose tokens are not what was prepared."""
     (tmp_path / "text.txt").write_text("some text to train on")
     (prefix,) = prepare([str(tmp_path / "text.txt")], str(tmp_path / "data"))
-    with open(prefix + ".idx", "r+b") as file:
+    with open(prefix + ".bin", "r+b") as file:
         file.write(b"\x7f")
+    return prefix
+
+
+def test_data_is_checked_once_per_host(damaged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 9 is the first of the second host, which may have a damaged copy of what rank 0 sees."""
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launcher._verified_data(["--data-path", damaged])[0] == "--data-cache-path"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with raises(DataError, damaged + ".bin"):
+        launcher._verified_data(["--data-path", damaged])
+
+
+def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(damaged: str, tmp_path: Path) -> None:
     tokens = tokenizer_words(preset("nam56r_tiny"))
-    words = ["--spec", "megacpp_mcore", "nam56r", "--data-path", prefix, *tokens, *CPU_ARGUMENTS]
-    with pytest.raises(DataError, match=re.escape(prefix + ".idx")):
-        launcher.launch([str(script), *words], device="cpu")
+    words = ["--spec", "megacpp_mcore", "nam56r", "--data-path", damaged, *tokens, *CPU_ARGUMENTS]
+    with raises(DataError, damaged + ".bin"):
+        launcher.launch([str(script_in(tmp_path)), *words], device="cpu")
 
 
 @pytest.mark.parametrize(

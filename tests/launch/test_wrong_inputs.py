@@ -93,8 +93,6 @@ AT_THE_COMMAND_LINE = [
     ("launch --lr 1", "--lr 1"),
     ("launch --device cpu pretrain_gpt.py --lr 1", "launch [OPTIONS] -- pretrain_gpt.py …"),
     ("launch --device cpu {words}", "before --: "),
-    ("launch --device cpu -- latest {words}", "neither a script (*.py) nor an argument"),
-    ("launch --device cpu --nproc 0 -- {words}", "expected the number of processes to start, 1 or more"),
     ("launch --device cpu --patch nope -- {words}", "there is no patch 'nope'"),
     ("launch --device cpu --profile 5- -- {words}", "expected the first and the last, such as 10-14"),
     (f"{LAUNCH} --verbose", "put it before the `--`"),

@@ -96,7 +96,7 @@ def test_pieces_of_a_model_that_attends_densely_still(process: Path) -> None:
     dense = stock.build({"seq_length": S, "dsa": {"topk": 4, "warmup_steps": 5}}, preset("nam56r_tiny"), process).eval()
     tokens = draw_tokens(B, S - 1)
     with mock.patch.object(training_step, "_of_bridge", 2):
-        at_once, in_parts = logits(dense, tokens), in_pieces(dense, tokens, [7] + [1] * (S - 7))
+        at_once, in_parts = logits(dense, tokens), in_pieces(dense, tokens, [7, 1, 16])
     assert torch.allclose(in_parts, at_once, rtol=1e-4, atol=1e-5)
     with mock.patch.object(training_step, "_of_bridge", 5):
         assert not torch.allclose(logits(dense, tokens), at_once, rtol=1e-2, atol=1e-3)

@@ -5,6 +5,7 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +27,24 @@ S, B = 24, 2
 FULL = 5
 
 
-@pytest.fixture
-def make(process: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    def build(dsa: dict[str, Any], *words: str, step: int = 0) -> Any:
+WARMING, EVERY_KEY = {"topk": 4, "warmup_steps": 2}, {"topk": S, "distill": "own"}
+"""The second selects every key in a sparse layer, whose indexer learns from that layer alone."""
+
+
+@pytest.fixture(scope="module")
+def make(process: Path) -> Callable[..., Any]:
+    @functools.cache
+    def build(*words: str, **dsa: Any) -> Any:
         overrides = {"seq_length": S, "dsa": {"loss_coeff": 0.1, **dsa}, "mtp": {"depth": 0}}
-        monkeypatch.setattr(training_step, "_of_bridge", step)
         return stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words), 0.1)
 
     return build
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how many steps have ended."""
+    return lambda steps: monkeypatch.setattr(training_step, "_of_bridge", steps)
 
 
 def trained(model: Any, batch: int = B, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -44,47 +55,46 @@ def of_the_indexer(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: gradient for name, gradient in gradients.items() if ".indexer." in name}
 
 
-def test_the_trunk_trains_as_with_every_key_selected(make: Callable[..., Any]) -> None:
-    losses, gradients = trained(make({"topk": 4, "warmup_steps": 2}, step=1))
-    expected, others = trained(make({"topk": S}))
+def test_it_trains_as_with_every_key_selected_until_it_ends(
+    make: Callable[..., Any], after: Callable[[int], None]
+) -> None:
+    """The trunk, and the indexer by the attention of its own layer over every key."""
+    after(1)
+    losses, gradients = trained(make(**WARMING))
+    expected, others = trained(make(**EVERY_KEY))
     assert torch.allclose(losses, expected, rtol=1e-5)
-    of_the_trunk = (
-        {name: grad for name, grad in grads.items() if ".indexer." not in name} for grads in (others, gradients)
-    )
+    indexer = of_the_indexer(others)
+    assert len(indexer) == 5
+    assert all(gradient.any() for gradient in indexer.values())
+    assert differing_tensors(indexer, of_the_indexer(gradients), 1e-3) == []
+    of_the_trunk = ({name: grads[name] for name in grads.keys() - indexer.keys()} for grads in (others, gradients))
     assert differing_tensors(*of_the_trunk, 1e-4) == []
-
-
-def test_the_indexer_learns_its_own_layers_attention_over_every_key(make: Callable[..., Any]) -> None:
-    """With every key selected the sparse loss is the dense one, for an indexer that learns from its own layer."""
-    actual = of_the_indexer(trained(make({"topk": 4, "warmup_steps": 2}))[1])
-    expected = of_the_indexer(trained(make({"topk": S, "distill": "own"}))[1])
-    assert len(actual) == 5
-    assert all(gradient.any() for gradient in expected.values())
-    assert differing_tensors(expected, actual, 1e-3) == []
-
-
-def test_after_the_last_step_of_it_keys_are_selected(make: Callable[..., Any]) -> None:
-    losses, gradients = trained(make({"topk": 4, "warmup_steps": 2}, step=2))
-    expected, others = trained(make({"topk": 4}))
-    assert torch.equal(losses, expected)
+    after(2)
+    selecting, gradients = trained(make(**WARMING))
+    expected, others = trained(make(topk=4))
+    assert torch.equal(selecting, expected)
     assert_same_bytes(others, gradients)
-    assert not torch.allclose(losses, trained(make({"topk": 4, "warmup_steps": 2}, step=1))[0], rtol=1e-3)
+    assert not torch.allclose(selecting, losses, rtol=1e-3)
 
 
-def test_recompute_changes_nothing(make: Callable[..., Any]) -> None:
-    losses, gradients = trained(make({"topk": 4, "warmup_steps": 2}))
+def test_recompute_changes_nothing(make: Callable[..., Any], after: Callable[[int], None]) -> None:
+    after(0)
+    losses, gradients = trained(make(**WARMING))
     for words in (stock.full_recompute(), stock.selective_recompute("core_attn")):
-        again, others = trained(make({"topk": 4, "warmup_steps": 2}, *words))
+        again, others = trained(make(*words, **WARMING))
         assert torch.equal(losses, again)
         assert differing_tensors(gradients, others, 1e-6) == []
 
 
-def test_documents_per_token_loss_and_the_factor_of_the_schedule(make: Callable[..., Any]) -> None:
+def test_documents_per_token_loss_and_the_factor_of_the_schedule(
+    make: Callable[..., Any], after: Callable[[int], None]
+) -> None:
     """Two documents in a packed row: the indexer's gradients, and what is logged, as with every key selected."""
     packed = micro_batch.packed([9, S - 9, 0, 0], max_seqlen_q=S, max_seqlen_kv=S)
     outcomes = []
-    for dsa in ({"topk": 4, "warmup_steps": 2}, {"topk": S, "distill": "own"}):
-        model = make(dsa, "--calculate-per-token-loss")
+    after(0)
+    for dsa in (WARMING, EVERY_KEY):
+        model = make("--calculate-per-token-loss", **dsa)
         stock.loss_scale(0.25)
         Tracker.tracker["values"].zero_()
         losses, gradients = trained(model, 1, packed_seq_params=packed)

@@ -1,5 +1,6 @@
 """Documents of one row in a whole model, marked by packed sequences or Megatron's mask, and what is refused.
 
+With recompute: test_long.py.
 Shape legend: S sequence, B batch, D hidden, K MTP depths.
 """
 
@@ -18,9 +19,9 @@ import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
 from megacpp_mcore.errors import DataError, ModelError
+from megacpp_mcore.layer_specs import documents as read_documents
 from megacpp_mcore.layer_specs.documents import check_run, documents
 from megacpp_mcore.model import preset
-from megacpp_mcore.ops.testing import assert_parity
 from tests import micro_batch, stock
 from tests.e2e import test_hybrid_model
 from tests.errors import raises
@@ -33,12 +34,12 @@ FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
 
 
 @pytest.fixture(scope="module")
-def make(process: Path) -> Callable[..., Any]:
-    """Builds equal models with gradients of the language model's loss only: the others are means over a row."""
+def make(process: Path) -> Callable[[int], Any]:
+    """Builds models with gradients of the language model's loss only: the others are means over a row."""
 
-    def build(*words: str, mtp_depth: int = 0) -> Any:
+    def build(mtp_depth: int) -> Any:
         overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": mtp_depth}}
-        model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words))
+        model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process))
         for layer in model.decoder.layers:  # every layer has a configuration of its own where its checkpoint differs
             layer.config.dsa_indexer_loss_coeff = 0.0
             layer.config.moe_aux_loss_coeff = layer.config.moe_z_loss_coeff = 0.0
@@ -48,8 +49,22 @@ def make(process: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(make: Callable[..., Any]) -> Any:
-    return make()
+def plain(make: Callable[[int], Any]) -> Any:
+    return make(0)
+
+
+@pytest.fixture
+def unread(plain: Any) -> Any:
+    """The model as if it had been given no mask yet."""
+    for layer in plain.decoder.layers:
+        vars(layer.config).pop(read_documents._READ, None)
+    return plain
+
+
+@pytest.fixture(scope="module")
+def predicting(make: Callable[[int], Any]) -> Any:
+    """With multi-token prediction."""
+    return make(2)
 
 
 def draw_tokens() -> torch.Tensor:
@@ -100,17 +115,6 @@ def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> N
         torch.testing.assert_close(grads[name], truth, rtol=1e-3, atol=1e-4 * scale, msg=lambda t, n=name: f"{n}: {t}")
 
 
-def test_full_recompute_tells_documents_apart_too(make: Callable[..., Any], plain: Any) -> None:
-    tokens = draw_tokens()
-    truth, recomputed = (
-        gradients(model, losses(model, tokens, **packed(tokens)).sum())
-        for model in (plain, make(*stock.full_recompute()))
-    )
-    assert truth.keys() == recomputed.keys()
-    for name, tensor in truth.items():
-        assert_parity(recomputed[name], tensor, rms=1e-4, name=name)
-
-
 def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:
     gpt, hybrid = test_hybrid_model.build_gpt(process), test_hybrid_model.build(process)
     stock.loss_scale(1.0)
@@ -133,59 +137,47 @@ def reads_of(model: Any, **boundaries: Any) -> dict[str, int]:
     return dict(counts)
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_packed_documents_make_nobody_wait(make: Callable[..., Any], depth: int) -> None:
+def test_packed_documents_make_nobody_wait(plain: Any, predicting: Any) -> None:
     """The forward pass reads what it reads of one document: how many tokens go to each expert."""
-    model = make(mtp_depth=depth)
-    without, with_documents = reads_of(model), reads_of(model, **packed(draw_tokens()))
-    assert without.keys() == {"routed_mlp", "grouped_mlp", "check_topk"}  # the plain-PyTorch backend
-    assert with_documents == without
+    for model in (plain, predicting):
+        without, with_documents = reads_of(model), reads_of(model, **packed(draw_tokens()))
+        assert without.keys() == {"routed_mlp", "grouped_mlp", "check_topk"}  # the plain-PyTorch backend
+        assert with_documents == without
 
 
-def test_masks_make_nobody_wait_but_the_first(make: Callable[..., Any]) -> None:
-    model = make()
-    without, masks = reads_of(model), (masked(draw_tokens()) for _ in range(2))
+def test_masks_make_nobody_wait_but_the_first_and_are_all_checked(unread: Any) -> None:
+    tokens, without = draw_tokens(), reads_of(unread)
     with reset_by(True):
-        first, second = (reads_of(model, **mask) for mask in masks)
-    assert first == without | {"seq_idx_from_mask": 1}
-    assert second == without
-    with reset_by(None):  # whether this one has documents only its entries say
-        assert reads_of(model, **masked(draw_tokens())) == without | {"seq_idx_from_mask": 1, "_masked_documents": 1}
-
-
-def test_a_mask_is_checked_after_the_first_one_too(make: Callable[..., Any]) -> None:
-    model, tokens = make(), draw_tokens()
-    with reset_by(True):
-        losses(model, tokens, **masked(tokens))
+        first, second = (reads_of(unread, **masked(tokens)) for _ in range(2))
+        assert first == without | {"seq_idx_from_mask": 1}
+        assert second == without
         wrong = masked(tokens)
         wrong["attention_mask"][0, 0, 9, 7] ^= True
         with raises(ModelError, "attention_mask[0, 0, 9, 7]"):
-            losses(model, tokens, **wrong)
+            losses(unread, tokens, **wrong)
+    with reset_by(None):  # whether this one has documents only its entries say
+        assert reads_of(unread, **masked(tokens)) == without | {"seq_idx_from_mask": 1, "_masked_documents": 1}
 
 
-def test_a_mask_with_documents_of_a_run_that_has_none_is_refused(make: Callable[..., Any]) -> None:
-    model, tokens = make(), draw_tokens()
+def test_a_mask_with_documents_of_a_run_that_has_none_is_refused(unread: Any) -> None:
+    tokens = draw_tokens()
     no_end = tokens.clamp(max=255)
     with reset_by(False):
-        assert torch.equal(losses(model, no_end, **masked(no_end)), losses(model, no_end))
+        assert torch.equal(losses(unread, no_end, **masked(no_end)), losses(unread, no_end))
         for _ in range(2):  # one that the host reads, one that it does not
             with raises(ModelError, "--reset-attention-mask"):
-                losses(model, tokens, **masked(tokens))
+                losses(unread, tokens, **masked(tokens))
 
 
-def test_more_documents_than_the_run_allows_are_an_error_of_the_data(make: Callable[..., Any]) -> None:
-    model, tokens = make(), draw_tokens()
-    model.decoder.layers[0].config.max_documents = 3
+def test_more_documents_than_the_run_allows_are_an_error_of_the_data(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, config = draw_tokens(), plain.decoder.layers[0].config
+    monkeypatch.setattr(config, "max_documents", 3, raising=False)
     with raises(DataError, "4 documents", f"{S} tokens", "at most 3", "max_documents: 4"):
-        losses(model, tokens, **packed(tokens))
-    model.decoder.layers[0].config.max_documents = 4
-    losses(model, tokens, **packed(tokens))
-
-
-@pytest.fixture(scope="module")
-def predicting(make: Callable[..., Any]) -> Any:
-    """With multi-token prediction."""
-    return make(mtp_depth=2)
+        losses(plain, tokens, **packed(tokens))
+    config.max_documents = 4
+    losses(plain, tokens, **packed(tokens))
 
 
 def hidden_of(model: Any, tokens: torch.Tensor, **boundaries: Any) -> torch.Tensor:

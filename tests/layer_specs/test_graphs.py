@@ -5,6 +5,7 @@ Shape legend: S sequence, B batch.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -162,10 +163,11 @@ def test_weights_that_graphs_read_quantised_are_renewed_before_a_replay(monkeypa
     assert calls == ["True"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def build(process: Path) -> Callable[..., Any]:
-    """Builds equal models, with or without layers that are run as captured ones are."""
+    """Builds equal models, with or without layers that are run as captured ones are, each once."""
 
+    @functools.cache
     def make(*, captured: bool, model_class: str = GPT) -> Any:
         planned = plan(preset("nam56r_tiny")) if captured else graphs.GraphPlan()
         with (
@@ -176,7 +178,6 @@ def build(process: Path) -> Callable[..., Any]:
             model = stock.build(overrides, preset("nam56r_tiny"), process, model_class=model_class)
         for layer in model.decoder.layers:
             layer.config.cuda_graph_impl = "local" if captured else "none"
-        stock.loss_scale(1.0)
         return model.train()
 
     return make
@@ -187,16 +188,16 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
     build: Callable[..., Any], model_class: str, packed: bool
 ) -> None:
     Recording.given = []
+    stock.loss_scale(1.0)
     tokens = micro_batch.draw_tokens(1, S)
     documents = {"packed_seq_params": micro_batch.packed(LENGTHS, tokens_per_sample=S)} if packed else {}
     outcomes = []
     for captured in (False, True):
         model = build(captured=captured, model_class=model_class)
         DSAIndexerLossLoggingHelper.clean_loss_in_tracker()
-        losses = micro_batch.losses_of(model, tokens, **documents)
-        losses.mean().backward()
+        losses, gradients = micro_batch.outcome(model, tokens, **documents)
         logged = DSAIndexerLossLoggingHelper.tracker["values"].clone()
-        outcomes.append([losses, logged, *micro_batch.gradients(model).values()])
+        outcomes.append([losses, logged, *gradients.values()])
     for plain, recorded in zip(*outcomes, strict=True):
         assert torch.equal(plain, recorded)
     assert len(Recording.given) == 12 + 2  # MTP at two depths
@@ -212,10 +213,10 @@ def test_a_captured_layer_is_given_tensors_and_what_surrounds_a_capture_leaves_n
 
 
 def test_a_graph_is_for_training_alone(build: Callable[..., Any]) -> None:
+    """In an evaluation it would count and log tokens."""
     layer = build(captured=True).decoder.layers[2]
     assert layer._should_call_local_cudagraph(hidden_states=None)
     with torch.no_grad():
         assert not layer._should_call_local_cudagraph(hidden_states=None)
-    assert not layer.eval()._should_call_local_cudagraph(hidden_states=None), (
-        "it would count and log an evaluation's tokens"
-    )
+    assert not layer.eval()._should_call_local_cudagraph(hidden_states=None)
+    layer.train()

@@ -40,7 +40,6 @@ from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.ops.m2rnn import reference
 from megacpp_mcore.ops.mamba3.reference import mamba3
 from megacpp_mcore.ops.mla_projection.reference import indexer_inputs, latents
-from megacpp_mcore.ops.testing import assert_parity
 from tests import stock
 from tests.distributed.comparing import assert_same_bytes, differing_tensors
 from tests.errors import raises
@@ -143,17 +142,14 @@ def test_mamba3_mixer_is_its_op_between_two_projections(still: Any, definition: 
     close(actual, out.flatten(2) @ p["out_proj.weight"].T)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_m2rnn_sums_over_ranks_only_where_there_are_several(
-    model: Any, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_m2rnn_sums_over_ranks_only_where_there_are_several(model: Any) -> None:
     """Kernels compute the norm by themselves unless they are given a sum."""
     mixer = layer(model, FAMILIES["R"]).self_attention
-    monkeypatch.setattr(mixer, "tp_size", ranks)
     calls = watch_op(mixer, "backend")
-    mixer(random(S, B, D))
-    ((_, options),) = calls
-    assert (options["reduce"] is None) == (ranks == 1)
+    for ranks in (1, 2):
+        mixer.tp_size = ranks
+        mixer(random(S, B, D))
+    assert [options["reduce"] is None for _, options in calls] == [True, False]
 
 
 def test_m2rnn_mixer_is_its_reference_composed_by_hand(still: Any, definition: Model) -> None:
@@ -351,15 +347,12 @@ def trained(model: Any, tokens: torch.Tensor, coefficient: float) -> dict[str, t
 
 
 def test_only_its_own_loss_trains_the_indexer_and_nothing_else(make: Callable[[], Any], tokens: torch.Tensor) -> None:
-    without, with_loss, doubled = (trained(make(), tokens, coefficient) for coefficient in (0.0, 1e-3, 2e-3))
+    """How it trains the indexer: test_distillation.py."""
+    without, with_loss = (trained(make(), tokens, coefficient) for coefficient in (0.0, 1e-3))
     indexer = with_loss.keys() - without.keys()
     assert len(indexer) == 5
-    assert all(".indexer." in name for name in indexer)
-    for name in indexer:
-        assert with_loss[name].abs().sum() > 0, name
-        assert_parity(doubled[name], 2 * with_loss[name], rms=1e-4, name=name)
-    for name in without:
-        assert torch.equal(without[name], with_loss[name]), name
+    assert all(".indexer." in name and with_loss[name].any() for name in indexer)
+    assert_same_bytes(without, {name: with_loss[name] for name in without})
 
 
 def test_without_training_there_is_no_indexer_loss(model: Any, tokens: torch.Tensor) -> None:
@@ -430,11 +423,12 @@ def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
-@pytest.mark.parametrize("name", exhaustive_but(["mla_up_proj", "core_attn", "every layer"], "every layer"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mla_up_proj", "core_attn", "every layer"])
 def test_recompute_of_a_block_that_mtp_runs_twice(
     make: Callable[..., Any], kept: Callable[[int], InFlight], name: str
 ) -> None:
-    """The gradients of the two depths are then added up in another order."""
+    """The gradients of the two depths are then added up in another order; by default: tests/e2e/test_hybrid_model.py."""
     actual, expected = in_flight(make(*RECOMPUTE[name]), draw_tokens(B, S)), kept(2)
     assert same(actual.losses, expected.losses)
     assert differing_tensors(expected.gradients, actual.gradients, 2e-6) == []
@@ -443,28 +437,24 @@ def test_recompute_of_a_block_that_mtp_runs_twice(
 @pytest.mark.parametrize("name", exhaustive_but(["core_attn", "every layer"], "core_attn"))
 def test_recompute_without_the_patch_raises(make: Callable[..., Any], tokens: torch.Tensor, name: str) -> None:
     """Without it there is no gradient, rather than a wrong one."""
-    model = make(*RECOMPUTE[name])
+    model = make(*RECOMPUTE[name], mtp_depth=0)
     patches.revert(["dsa-index-cache"])
     with raises(ModelError, "layer 9", "layer 5", "dsa-index-cache", code="not-published"):
         in_flight(model, tokens)
 
 
-def test_the_spec_applies_what_recompute_needs_and_asks_stock_dsa_for_nothing(make: Callable[..., Any]) -> None:
-    patches.revert()
-    model = make()
-    assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(patches.OF_NAM56R)
-    assert model.config.experimental_attention_variant is None
-    assert (model.config.dsa_indexer_topk_freq or 1) == 1
-    patches.verify()
-
-
-def test_a_build_keeps_backward_passes_in_the_callers_thread_and_claims_the_save_folder(
+def test_a_build_applies_patches_keeps_backward_passes_in_the_callers_thread_and_claims_the_save_folder(
     make: Callable[..., Any], tmp_path: Path
 ) -> None:
+    patches.revert()
     with torch.autograd.set_multithreading_enabled(True), mock.patch.object(nam56r, "claim_save_folder") as claimed:
-        make()
+        model = make()
         assert not torch._C._is_multithreading_enabled()
     assert claimed.call_count == 1
+    assert {record["name"] for record in patches.status() if record["state"] == "applied"} == set(patches.OF_NAM56R)
+    patches.verify()
+    assert model.config.experimental_attention_variant is None  # nothing is asked of stock's DSA
+    assert (model.config.dsa_indexer_topk_freq or 1) == 1
     flags = {"save": str(tmp_path), "load": None, "ckpt_step": 3, "finetune": False}
     with mock.patch.object(nam56r.checkpoint_folder, "claim") as claim:
         for skipped in (True, False):
@@ -499,19 +489,19 @@ def test_patches_for_speed_are_applied_on_gpus_as_asked(
 FP32 = {"M": {"dt_bias", "D", "b_bias", "c_bias", "mimo_x", "mimo_z", "mimo_o"}, "R": {"W", "A_log", "dt_bias", "D"}}
 
 
-@pytest.mark.parametrize("kind", FP32)
-@pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, lambda m: m.to(torch.bfloat16)])
-def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any, kind: str, cast: Any) -> None:
-    mixer = layer(model, FAMILIES[kind]).self_attention
-    before = {name: (parameter, parameter.detach().clone()) for name, parameter in mixer.named_parameters()}
-    cast(mixer)
-    after = dict(mixer.named_parameters())
-    assert list(after) == list(before)  # optimizers and buckets go by the order
-    assert {name for name, parameter in after.items() if parameter.dtype == torch.float32} == FP32[kind]
-    for name in FP32[kind]:
-        assert after[name] is before[name][0]
-        assert torch.equal(after[name], before[name][1])
-        assert not torch.equal(after[name], after[name].bfloat16().float())
+def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any) -> None:
+    mixers = {kind: layer(model, FAMILIES[kind]).self_attention for kind in FP32}
+    for kind, mixer in mixers.items():
+        before = {name: (parameter, parameter.detach().clone()) for name, parameter in mixer.named_parameters()}
+        for cast in (torch.nn.Module.bfloat16, torch.nn.Module.half, lambda module: module.to(torch.bfloat16)):
+            cast(mixer)
+            after = dict(mixer.named_parameters())
+            assert list(after) == list(before)  # optimizers and buckets go by the order
+            assert {name for name, parameter in after.items() if parameter.dtype == torch.float32} == FP32[kind]
+            for name in FP32[kind]:
+                assert after[name] is before[name][0]
+                assert torch.equal(after[name], before[name][1])
+                assert not torch.equal(after[name], after[name].bfloat16().float())
 
 
 def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(

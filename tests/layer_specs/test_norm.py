@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,16 +26,23 @@ S, B = 32, 2
 OVERRIDES = {"seq_length": S, "dsa": {"topk": 8}}
 
 
-def built(folder: Path, backend: str, *words: str) -> Any:
-    stock.loss_scale(1.0)
-    return stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends={"rms_norm": backend}).train()
+@pytest.fixture(scope="module")
+def built(process: Path) -> Callable[..., Any]:
+    """Builds a model with a backend of the norm, each once."""
+
+    @functools.cache
+    def build(backend: str, *words: str) -> Any:
+        stock.loss_scale(1.0)
+        return stock.build(OVERRIDES, preset("nam56r_tiny"), process, *words, backends={"rms_norm": backend}).train()
+
+    return build
 
 
 @pytest.mark.parametrize("words", [(), stock.full_recompute()], ids=["", "recomputed"])
-def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) -> None:
+def test_the_model_is_stocks_to_rounding(built: Callable[..., Any], words: tuple[str, ...]) -> None:
     tokens = micro_batch.draw_tokens(B, S)
-    losses_BS, gradients = micro_batch.outcome(built(process, STOCK), tokens)
-    model = built(process, "reference", *words)
+    losses_BS, gradients = micro_batch.outcome(built(STOCK), tokens)
+    model = built("reference", *words)
     our_losses_BS, our_gradients = micro_batch.outcome(model, tokens)
     for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer):
         norms = [module for name, module in layer.named_children() if name.endswith("layernorm")]
@@ -46,8 +55,8 @@ def test_the_model_is_stocks_to_rounding(process: Path, words: tuple[str, ...]) 
     assert differing_tensors(gradients, our_gradients, 1e-5) == []
 
 
-def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(process: Path) -> None:
-    ours, stock_layer = (built(process, backend).decoder.layers[2] for backend in ("reference", STOCK))
+def test_checkpoints_are_stocks_and_a_copy_has_its_own_weight(built: Callable[..., Any]) -> None:
+    ours, stock_layer = (built(backend).decoder.layers[2] for backend in ("reference", STOCK))
     keys = [{tensor.key for tensor in layer.sharded_state_dict().values()} for layer in (ours, stock_layer)]
     assert keys[0] == keys[1] >= {"input_layernorm.weight"}
     copied, x = copy.deepcopy(ours.input_layernorm), torch.randn(3, 1, 128)

@@ -50,7 +50,7 @@ def test_pairs_are_those_of_the_mask_and_of_the_selection(sequence: int, topk: i
     assert flops.selected_pairs(sequence, topk) == int((index >= 0).sum())
 
 
-OVERRIDES = {"seq_length": 64, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
+OVERRIDES = {"seq_length": 32, "dsa": {"topk": 8, "loss_coeff": 0.1}, "mtp": {"depth": 2}}
 SMALL = with_overrides(preset("nam56r_tiny"), OVERRIDES)
 BATCH = 2
 

@@ -22,23 +22,20 @@ TINY = preset("nam56r_tiny")
 CUDA = Training(data=("--mock-data",), tokenizer=("--tokenizer-type", "NullTokenizer", "--vocab-size", "65536"))
 
 
-def test_the_whole_model() -> None:
-    assert plan(TINY).text == "+EMEDEMEDEMG/+-"
-    text = plan(preset("nam56r")).text
-    assert text == "+EMEDEMEDEMGDEME+EMEDEMGDEMEDEME+EMGDEMEDEMEDEMG+EME/+-/+-"
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_megatron_reads_the_pattern_as_it_is_meant(name: str) -> None:
     from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer_counts, parse_hybrid_pattern
 
     model = preset(name)
-    parsed = parse_hybrid_pattern(plan(model).text)
+    text = plan(model).text
+    parsed = parse_hybrid_pattern(text)
     assert (parsed.mtp_pattern, parsed.mtp_num_depths) == (MTP_BLOCK, model.mtp.depth)
     counts = get_hybrid_layer_counts(parsed.main_pattern)
     assert [counts[symbol] for symbol in "MEG"] == [model.layers.count(letter) for letter in "MER"]
     assert counts["D"] == sum(role in ("F", "S") for role in model.roles)
     assert counts["+"] + counts["D"] == model.layers.count("A")
+    if name == "nam56r":
+        assert text == "+EMEDEMEDEMGDEME+EMEDEMGDEMEDEME+EMGDEMEDEMEDEMG+EME/+-/+-"
 
 
 def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:
@@ -47,8 +44,6 @@ def test_stages_are_those_of_the_layout_or_of_the_pattern() -> None:
     assert plan(model, Layout(pipeline=2, virtual=2)).text == "+EM|EDE|MED|EMG/+-"
     marked = with_overrides(model, {"pattern": "AEMEAEM|EAEMR"})
     assert plan(marked).text == plan(marked, Layout(pipeline=2)).text == "+EMEDEM|EDEMG/+-"
-    with pytest.raises(ModelError, match="marks 2 stages"):
-        plan(marked, Layout(pipeline=3))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,7 @@ def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
     words = lower(Run(model, Layout(pipeline=2, virtual=2), CUDA, HYBRID))
     assert option(words, "--hybrid-layer-pattern") == "+EM|EDE|MED|EMG/+-"
     assert not {"--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"} & set(words)
-    with pytest.raises(ModelError, match="layer 9"):
+    with raises(ModelError, "layer 9"):
         lower(Run(TINY, Layout(pipeline=3), CUDA, HYBRID))
 
 
@@ -103,14 +98,9 @@ def test_every_mismatch_is_listed_at_once() -> None:
     run = described(TINY)
     run.hidden_size, run.moe_layer_freq, run.hybrid_layer_pattern = 256, [0, 1], "+EMEDEMEDEMM/+-"
     run.experimental_attention_variant = None
-    with pytest.raises(ArgumentMismatchError) as raised:
+    named = ["hidden_size:", "experimental_attention_variant:", "moe_layer_freq:", "hybrid_layer_pattern:"]
+    with raises(ArgumentMismatchError, "in 4 places", *named, "recipe emit nam56r_tiny"):
         lowering.check_arguments(TINY, [run], model_class=HYBRID)
-    lines = str(raised.value).splitlines()
-    assert "in 4 places" in lines[0]
-    assert [line.split(":")[0].strip() for line in lines[1:5]] == [
-        "hidden_size", "experimental_attention_variant", "moe_layer_freq", "hybrid_layer_pattern",
-    ]  # fmt: skip
-    assert "recipe emit nam56r_tiny" in lines[5]
 
 
 @pytest.mark.parametrize(

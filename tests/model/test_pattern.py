@@ -37,15 +37,8 @@ def roles(layers: str) -> tuple[str | None, ...]:
     return attention_roles(layers, "-FSS")
 
 
-@given(legal)
-def test_print_inverts_parse(text: str) -> None:
-    parsed = parse(text)
-    assert str(parsed) == text
-    assert parse(str(parsed)) == parsed
-
-
-@given(st.text(alphabet="AMER|/ax", max_size=12))
-def test_every_text_parses_or_is_refused(text: str) -> None:
+@given(legal | st.text(alphabet="AMER|/ax", max_size=12))
+def test_every_text_parses_and_prints_again_or_is_refused(text: str) -> None:
     parts = text.split("/")
     is_legal = bool(text) and all(
         stage and set(stage) <= set("AMER") for stage in parts[0].split("|") + [p.replace("|", "?") for p in parts[1:]]
@@ -84,7 +77,7 @@ def test_stage_marks_turn_tiling_off(stages: list[str], depth: int) -> None:
     assert staged.staged
     assert staged.layers(len(text)) == text
     if depth != len(text):
-        with pytest.raises(PatternError, match=f"{len(text)} layers.* {depth}"):
+        with raises(PatternError, f"{len(text)} layers", depth):
             staged.layers(depth)
 
 
@@ -96,16 +89,16 @@ def test_dsa_and_index_cache_of_nam56r(roles: tuple[str | None, ...]) -> None:
 
 @pytest.mark.parametrize(("schedule", "layer"), [("S", 1), ("-S", 5), ("--SF", 9)])
 def test_a_shared_layer_needs_a_full_one_below(schedule: str, layer: int) -> None:
-    with pytest.raises(PatternError, match=rf"layer {layer} .*\('F'\)"):
+    with raises(PatternError, f"layer {layer}", "('F')"):
         attention_roles(parse(NAM56R).layers(52), schedule)
     with raises(PatternError, "layer 2", "Shared"):
         source_layers((None, "S"))
 
 
 def test_schedules_that_do_not_fit() -> None:
-    with pytest.raises(PatternError, match="empty"):
+    with raises(PatternError, "empty"):
         attention_roles("AA", "")
-    with pytest.raises(PatternError, match=r"3 entries.* 2 A"):
+    with raises(PatternError, "3 entries", "2 A"):
         attention_roles("AEA", "-FS")
     assert attention_roles("EMER", "-FS") == (None,) * 4
 
@@ -139,10 +132,8 @@ def test_promotion_for_pipeline_layouts(
     if not promoted:
         check_chunks("nam56r", roles, chunks)
         return
-    with pytest.raises(ModelError) as raised:
+    with raises(ModelError, ", ".join(map(str, promoted)), repr(schedule)):
         check_chunks("nam56r", roles, chunks)
-    assert ", ".join(map(str, promoted)) in str(raised.value)
-    assert repr(schedule) in str(raised.value)
     adopted = attention_roles(parse(NAM56R).layers(52), schedule)
     check_chunks("nam56r", adopted, chunks)
     assert all(
@@ -153,7 +144,7 @@ def test_promotion_for_pipeline_layouts(
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 60))
 def test_uniform_chunks_cover_every_layer_once(pipeline: int, virtual: int, depth: int) -> None:
     if depth % (pipeline * virtual):
-        with pytest.raises(ModelError, match=f"^{depth} layers .* {pipeline} .* {virtual} "):
+        with raises(ModelError, f"{depth} layers", pipeline, virtual):
             uniform_chunks(depth, pipeline, virtual)
         return
     chunks = uniform_chunks(depth, pipeline, virtual)

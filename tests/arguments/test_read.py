@@ -19,6 +19,7 @@ from megacpp_mcore.model.run import FIELDS, Execution, Run, usual_for
 from megacpp_mcore.model.training import GPT, HYBRID, Training
 from megacpp_mcore.settings import load
 from tests.errors import raises
+from tests.lanes import exhaustive_but
 
 DATA = ("--data-path", "corpus", "--split", "100,0,0")
 
@@ -98,7 +99,7 @@ def wanted(draw: random.Random, run: Run) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value != usual[name]}
 
 
-@pytest.mark.parametrize("start", range(0, 200, 50))
+@pytest.mark.parametrize("start", exhaustive_but(range(0, 200, 50), 0, 50))
 def test_runs_drawn_at_random_are_read_from_their_command_lines(start: int) -> None:
     seen = set()
     for seed in range(start, start + 50):

@@ -123,13 +123,13 @@ def test_a_batch_job_hands_the_same_words_over(via: str, tmp_path: Path) -> None
     assert (tmp_path / "scontrol").read_text() == "show hostnames n[1-2]\n"
 
 
-WORDS = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12).filter(
+WORDS = st.text(AWKWARD + "\u2028\ufeff\U0001f600-:{}[]&,|>%@?=null01", max_size=12).filter(
     lambda word: not word.startswith("--")
 )
 FLAGS = st.from_regex(r"--[a-z][a-z-]{0,8}", fullmatch=True)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     st.dictionaries(FLAGS, st.lists(WORDS, max_size=3), max_size=5),
     st.dictionaries(st.from_regex("[A-Z_]{1,8}", fullmatch=True), WORDS, max_size=3),
@@ -160,14 +160,13 @@ def emit(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> st
     return printed.err if status else printed.out
 
 
-@pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
 @pytest.mark.parametrize("name", [*RECIPES, "nam52"])
 def test_every_recipe_has_every_form_and_they_agree(
-    name: str, model_class: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name in RECIPES and RECIPES[name].settings:
         monkeypatch.setenv(plugin_config.VARIABLE, str(RECIPES[name].settings))
-    options = [name, "--model-class", model_class, "--data", "a b"]
+    options = [name, "--data", "a b"]
     written = yaml.safe_load(emit(capsys, *options, "--as", "yaml"))
     words = emit(capsys, *options, "--as", "args").splitlines()
     parsed = flags.read(words)

@@ -65,7 +65,7 @@ def exchange(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    **{f"a bit at {at}": lambda path, at=at: flip(path, at) for at in (0, 7, 100, -9, -1)},  # type: ignore[misc]
+    **{f"a bit at {at}": lambda path, at=at: flip(path, at) for at in (0, 7, -1)},  # type: ignore[misc]
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "emptied": lambda path: path.write_bytes(b""),
     "deleted": Path.unlink,
@@ -259,7 +259,7 @@ def test_a_flipped_bit_in_a_file_of_torch_is_named_or_changes_nothing(of_torch: 
     value = content.index(torch.full((64,), 6.5).numpy().tobytes())
     expected = torch.load(path, weights_only=True)
     harmless = 0
-    for at in {*range(0, len(content), 19), *range(value, value + 256, 32)}:
+    for at in {*range(0, len(content), 31), *range(value, value + 256, 32)}:
         path.write_bytes(content)
         flip(path, at)
         if (found := damages(of_torch / NEWEST)) and found[0].startswith(f"{name}: "):
@@ -271,7 +271,7 @@ def test_a_flipped_bit_in_a_file_of_torch_is_named_or_changes_nothing(of_torch: 
             assert not value <= at < value + 256
             torch.testing.assert_close(torch.load(path, weights_only=True), expected, rtol=0, atol=0)
             harmless += 1
-    assert 0 < harmless < len(content) // 19
+    assert 0 < harmless < len(content) // 31
 
 
 @pytest.mark.parametrize("damage", ["a bit at 0", "cut", "emptied"])

@@ -123,16 +123,21 @@ sys.exit(demo.main(["--device", "cpu"]))
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signals_leave_no_process_behind(plan: object, number: int, status: int) -> None:
-    command = [sys.executable, "-c", DRIVER, str(SCRIPT), str(plan.folder), *trainer(plan, steps=1000, pause=0.1)]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    forks.wait_until(lambda: read_steps(plan.record))
-    running.send_signal(number)
-    _, complaint = running.communicate(timeout=forks.PATIENCE_S)
-    assert running.returncode == status, complaint
-    assert ("interrupted; nothing is left running" in complaint) is (number == signal.SIGINT)
-    assert_all_gone(plan.folder)
+def test_signals_leave_no_process_behind(tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    plans = [demo.Plan(tmp_path / number.name, "cpu", 20, 0) for number in numbers]
+    running = []
+    for plan in plans:
+        plan.folder.mkdir()
+        command = [sys.executable, "-c", DRIVER, str(SCRIPT), str(plan.folder), *trainer(plan, steps=1000, pause=0.1)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    for number, plan, program in zip(numbers, plans, running, strict=True):
+        forks.wait_until(lambda plan=plan: read_steps(plan.record))
+        program.send_signal(number)
+        _, complaint = program.communicate(timeout=forks.PATIENCE_S)
+        assert program.returncode == 128 + number, complaint
+        assert ("interrupted; nothing is left running" in complaint) is (number == signal.SIGINT)
+        assert_all_gone(plan.folder)
 
 
 def leg(first: int, last: int, resumed_at: int, loss: float = 2.0) -> list[Step]:

@@ -48,13 +48,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         {},
         {"megatron-core": "0.19.0rc3"},
         {"megatron-core": "0.20.0.dev20261001"},
-        {"megatron-core": "0.19.2+cu130"},
-        {"megatron-core": "1.0"},
         {"megatron-bridge": "0.6.2+abc123"},
-        {"nemo-toolkit": "2.7.0"},
         {"nvidia-resiliency-ext": "0.6.0.dev1"},
-        {"nvidia-resiliency-ext": "0.6"},
-        {"nvidia-resiliency-ext": "1"},
     ],
 )
 def test_what_works_is_no_problem(install: Install, versions: dict[str, str | None]) -> None:
@@ -66,17 +61,12 @@ PROBLEMS = [
     ({"megatron-bridge": None}, "Megatron-Bridge is not installed"),
     ({"megatron-bridge": None, "megatron-core": "0.13.1"}, "Megatron-Bridge is not installed"),
     ({"megatron-core": None}, "megatron-core is not installed, expected 0.19 or later"),
-    ({"megatron-core": "0.13.1"}, "megatron-core is 0.13.1, expected 0.19 or later"),
-    ({"megatron-core": "0.18.9rc1"}, "megatron-core is 0.18.9rc1, expected"),
-    ({"megatron-core": "0"}, "megatron-core is 0, expected"),
+    ({"megatron-core": "0.18.9rc1"}, "megatron-core is 0.18.9rc1, expected 0.19 or later"),
     ({"megatron-core": "from a checkout"}, "megatron-core is from a checkout, expected"),
-    ({"megatron-bridge": "0.6.1"}, "megatron-bridge is 0.6.1, expected 0.6.2"),
     ({"megatron-bridge": "0.6.2rc1"}, "megatron-bridge is 0.6.2rc1, expected 0.6.2"),
     ({"megatron-bridge": "0.6.20"}, "megatron-bridge is 0.6.20, expected 0.6.2"),
     ({"nvidia-resiliency-ext": None}, "nvidia-resiliency-ext is not installed, expected 0.6 or later"),
-    ({"nvidia-resiliency-ext": "0.4.1"}, "nvidia-resiliency-ext is 0.4.1, expected 0.6 or later"),
-    ({"nvidia-resiliency-ext": "0.5.1.dev7"}, "nvidia-resiliency-ext is 0.5.1.dev7"),
-    ({"nvidia-resiliency-ext": "main"}, "nvidia-resiliency-ext is main"),
+    ({"nvidia-resiliency-ext": "0.5.1.dev7"}, "nvidia-resiliency-ext is 0.5.1.dev7, expected 0.6 or later"),
 ]
 
 
@@ -137,38 +127,34 @@ def test_layout_and_training_plan_are_changed_in_the_words_of_the_command(monkey
 
 
 @pytest.mark.parametrize(
-    ("layout", "fitting", "needed"),
+    ("layout", "needed"),
     [
-        (Layout(), (1, 2, 3, 8), 1),
-        (Layout(expert=2), (2, 4, 6), 2),
-        (Layout(pipeline=2), (2, 4), 2),
-        (Layout(pipeline=2, expert=2), (4, 8), 4),
-        (Layout(tensor=2, sequence_parallel=True, expert=2), (2, 4), 2),
-        (Layout(tensor=2, sequence_parallel=True, pipeline=2, expert=4), (8, 16), 8),
+        (Layout(), 1),
+        (Layout(expert=2), 2),
+        (Layout(pipeline=2, expert=2), 4),
+        (Layout(tensor=2, sequence_parallel=True, pipeline=2, expert=4), 8),
     ],
 )
 def test_processes_follow_the_layout_and_replicas_are_welcome(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout, fitting: tuple[int, ...], needed: int
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, needed: int
 ) -> None:
-    chosen = RECIPES[TINY]
     for started in range(1, 17):
         monkeypatch.setenv("WORLD_SIZE", str(started))
         if started % needed == 0:
-            run.check_processes(chosen, layout)
+            run.check_processes(RECIPES[TINY], layout)
             continue
-        assert started not in fitting
-        with pytest.raises(LaunchError, match=rf" {needed} .* {started}\b.*--nproc-per-node {needed} "):
-            run.check_processes(chosen, layout)
+        with raises(LaunchError, f"needs {needed} processes, got {started}", f"--nproc-per-node {needed}"):
+            run.check_processes(RECIPES[TINY], layout)
 
 
 def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
     eight = RECIPES[EIGHT]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(LaunchError, match=f"recipe {EIGHT} .* 8 .* 4"):
+    with raises(LaunchError, EIGHT, 8, 4):
         run.check_processes(eight, eight.run.layout)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(LaunchError, match=f"recipe {EIGHT} .* 4 GPUs .* 2"):
+    with raises(LaunchError, EIGHT, "4 GPUs", 2):
         run.check_processes(eight, Layout(expert=4))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     run.check_processes(eight, Layout(expert=4))
@@ -186,6 +172,10 @@ def test_an_override_that_no_configuration_takes_is_refused_without_bridge(overr
 
 def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> None:
     tiny, stages = RECIPES[TINY], Layout(pipeline=2)
+    by_class = {
+        model_class: dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, model_class=model_class))
+        for model_class in (GPT, HYBRID)
+    }
     with pytest.raises(ModelError, match="-FF"):
         run.check_stages(tiny, stages, [])
     cut = {
@@ -193,12 +183,9 @@ def test_stages_are_looked_at_unless_an_override_draws_them(tmp_path: Path) -> N
         HYBRID: "model.hybrid_layer_pattern=+EMEDEMED|EMG/+-",
     }
     for model_class, override in cut.items():
-        run.check_stages(
-            dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, model_class=model_class)), stages, [override]
-        )
-    on_hybrid = dataclasses.replace(tiny, run=dataclasses.replace(tiny.run, model_class=HYBRID))
+        run.check_stages(by_class[model_class], stages, [override])
     with raises(ModelError, "model.pipeline_model_parallel_layout=", "model.hybrid_layer_pattern="):
-        run.check_stages(on_hybrid, stages, [cut[GPT]])
+        run.check_stages(by_class[HYBRID], stages, [cut[GPT]])
     file = tmp_path / "settings.yaml"
     file.write_text("model: nam56r_tiny\noverrides: {dsa: {schedule: -FF}}\n")
     run.check_stages(run.with_own_model(tiny, settings.load(file)), stages, [])

@@ -243,9 +243,8 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
 
 
 def test_every_module_in_the_table_of_a_package_exists() -> None:
-    tables = {
-        file: re.findall(r":mod:`~?\.(\w+)`", file.read_text()) for file in ROOT.glob("megacpp_mcore/*/__init__.py")
-    }
+    packages = ROOT.glob("megacpp_mcore/*/__init__.py")
+    tables = {file: re.findall(r":mod:`~?\.(\w+)`", file.read_text()) for file in packages}
     assert sum(map(bool, tables.values())) > 3
     named = [file.with_name(name) for file, names in tables.items() for name in names]
     assert [str(path) for path in named if not (path.with_suffix(".py").exists() or path.is_dir())] == []

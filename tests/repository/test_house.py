@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 import megacpp_mcore
-from tests import forks
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"build", "dist", "runs", "__pycache__"}
@@ -103,20 +102,6 @@ for name in {modules}:
     assert done.stdout.splitlines() == [f"{name} []" for name in modules]
 
 
-SPEC_BY_MEGATRON = """
-import megacpp_mcore
-from megatron.core.transformer.spec_utils import import_module
-before = "nam56r" in vars(megacpp_mcore)
-found = import_module(("megacpp_mcore", "nam56r"))
-print(before, found.params, megacpp_mcore.nam56r is found, callable(found))
-"""
-
-
-def test_megatrons_own_import_finds_the_spec_by_two_words() -> None:
-    done = forks.run(["-c", SPEC_BY_MEGATRON])
-    assert done.stdout.strip() == "False {'preset': 'nam56r'} True True", done.stderr[-2000:]
-
-
 def test_an_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'nam57'.* __version__, nam56r, nam56r_hybrid"):
         megacpp_mcore.nam57  # noqa: B018
@@ -126,9 +111,7 @@ def test_an_unknown_attribute_is_an_attribute_error() -> None:
 def test_a_file_is_known_by_its_name() -> None:
     """Outside of ``ops/<op>/``, but for ``run``: the description of one, and the program that users of nemo-run type."""
     rooms = ("megacpp_mcore", "layer_specs", "patches", "nemo_recipes")
-    files = (
-        file.relative_to(ROOT).as_posix() for room in rooms for file in (ROOT / room).rglob("*.py")
-    )  # follows no link
-    stems = collections.Counter(Path(file).stem for file in files if not re.match(r"megacpp_mcore/ops/\w+/", file))
+    paths = (file.relative_to(ROOT) for room in rooms for file in (ROOT / room).rglob("*.py"))  # follows no link
+    stems = collections.Counter(path.stem for path in paths if not re.match(r"megacpp_mcore/ops/\w+/", path.as_posix()))
     twice = {stem for stem, times in stems.items() if times > 1 and not stem.startswith("__")}
     assert twice == {"run"}

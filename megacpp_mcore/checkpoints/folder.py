@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megacpp_mcore.checkpoints.integrity import COMMON, CONFIG, MANIFEST, METADATA, Unreadable, damages, torch_files
+from megacpp_mcore.checkpoints.layout import RESAVE
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.util.collectives import gathered, rank_and_size, say
 from megacpp_mcore.util.files import is_remote
@@ -64,6 +65,31 @@ def _refuse_dangling(path: Path) -> None:
 def iteration_folder(folder: Path, name: str) -> Path:
     """Return the folder of the checkpoint that a tracker file calls ``name``."""
     return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
+
+
+def newest_iteration(folder: Path) -> Path:
+    """Return the folder of a whole checkpoint of one iteration: ``folder``, or that of the latest one in it; not collective.
+
+    Raises:
+        CheckpointError: it is not a checkpoint in the format torch_dist, or is damaged.
+    """
+    newest = folder
+    if not (folder / METADATA).is_file():
+        named = read_tracker(folder)
+        if named is None:
+            raise CheckpointError(
+                f"{folder} is not a checkpoint: it has no {METADATA} and no {TRACKER}; name the folder of --save, or one "
+                "iter_… in it"
+            )
+        newest = iteration_folder(folder, named)
+        if any(newest.glob("mp_rank_*")):
+            raise CheckpointError(f"{newest} is in the format torch, which is sharded like its run; {RESAVE}")
+    newest = newest.absolute()
+    if damaged := damages(newest):
+        raise CheckpointError(
+            f"{newest} is damaged: {'; '.join(damaged)}; restore it from a copy, or name another iteration"
+        )
+    return newest
 
 
 def claim(save: str, load: str | None, step: int | None, *, finetune: bool, timeout_minutes: float = 10.0) -> None:

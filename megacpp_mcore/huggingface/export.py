@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 import megacpp_mcore
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.checkpoints import layout
-from megacpp_mcore.checkpoints.integrity import damages, read_common, read_metadata
-from megacpp_mcore.checkpoints.rewrite import newest_iteration
+from megacpp_mcore.checkpoints.folder import newest_iteration
+from megacpp_mcore.checkpoints.integrity import read_common, read_metadata
 from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE
 from megacpp_mcore.errors import CheckpointError
@@ -51,10 +51,6 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
     """
     library = safetensors()
     source = newest_iteration(checkpoint)
-    if problems := damages(source):
-        raise CheckpointError(
-            f"{source} is damaged: {'; '.join(problems)}; restore it from a copy, or name another iteration"
-        )
     reader = _Reader(source)
     wanted = list(tensors(model))
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)

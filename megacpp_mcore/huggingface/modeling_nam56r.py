@@ -101,16 +101,12 @@ def rotary_rates(config: NAM56RConfig, width: int, device: torch.device) -> tupl
     return rates, _mscale(config, config.mscale) / _mscale(config, config.mscale_all_dim)
 
 
-class NAM56RNorm(nn.Module):
+class NAM56RNorm(nn.RMSNorm):
     """RMSNorm in float32."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x [..., D]`` normed, in its dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class NAM56RGate(nn.Linear):
@@ -324,16 +320,12 @@ def mamba3(
 
 
 def _turned(x_BSRHN: Tensor, theta_BSHA: Tensor, half: bool) -> Tensor:
-    """Rotate A planes of the state, of the pairs (i, i + N / 2) or (2i, 2i + 1); the rest stays."""
-    cos, sin = torch.cos(theta_BSHA).unsqueeze(2), torch.sin(theta_BSHA).unsqueeze(2)
-    planes, middle = theta_BSHA.shape[-1], x_BSRHN.shape[-1] // 2
-    if half:
-        first, second = x_BSRHN[..., :planes], x_BSRHN[..., middle : middle + planes]
-        x1, x2 = first * cos - second * sin, first * sin + second * cos
-        return torch.cat([x1, x_BSRHN[..., planes:middle], x2, x_BSRHN[..., middle + planes :]], dim=-1)
-    first, second = x_BSRHN[..., : 2 * planes].unflatten(-1, (planes, 2)).unbind(-1)
-    both = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
-    return torch.cat([both, x_BSRHN[..., 2 * planes :]], dim=-1)
+    """Rotate A planes of the state, of the pairs (i, i + N / 2) or (2i, 2i + 1); the rest, by angles of 0, stays."""
+    theta = F.pad(theta_BSHA, (0, x_BSRHN.shape[-1] // 2 - theta_BSHA.shape[-1])).unsqueeze(2)
+    cos, sin = torch.cos(theta), torch.sin(theta)
+    axis = -2 if half else -1
+    first, second = x_BSRHN.unflatten(-1, (2, -1) if half else (-1, 2)).unbind(axis)
+    return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=axis).flatten(-2)
 
 
 def _scan(

@@ -48,11 +48,6 @@ def owner(module: Any) -> str:
     return first if first in ("apex", "torch", "megacpp_mcore") else "megatron"
 
 
-def _is_from_mamba_ssm(module: Any) -> bool:
-    """Whether mamba-ssm computes this, like the gated norm of Megatron's Mamba-2: ``--transformer-impl`` does not affect it."""
-    return any(kind.__module__.partition(".")[0] == "mamba_ssm" for kind in type(module).__mro__)
-
-
 def _layers(chunks: Sequence[Any]) -> Iterator[tuple[int | None, str, Any]]:
     """Yield every module of a layer or MTP block with the layer's number (None: MTP) and the last part of its name."""
     for core in map(bare, chunks):
@@ -81,7 +76,9 @@ def _of_classes(chunks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield linears, norms and experts of each layer; one record for each combination of request and owner."""
     class_names: dict[tuple[str, int | None, str, str], set[str]] = {}
     for number, name, module in _layers(chunks):
-        follows = getattr(module, "follows_transformer_impl", True) and not _is_from_mamba_ssm(module)
+        # mamba-ssm's, such as the gated norm of Megatron's Mamba-2, does not depend on --transformer-impl.
+        of_mamba = any(kind.__module__.partition(".")[0] == "mamba_ssm" for kind in type(module).__mro__)
+        follows = getattr(module, "follows_transformer_impl", True) and not of_mamba
         is_ours = any(resolution.observed != STOCK for resolution in _answers(module))
         is_missing = type(module).__name__ == "IdentityOp"  # Megatron's placeholder
         computes = (name.startswith("linear_") or name.endswith(("_proj", "norm"))) and not is_missing

@@ -6,17 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from megacpp_mcore.backends.candidate import Candidate
-from megacpp_mcore.backends.candidates import own_candidates
 from megacpp_mcore.backends.dispatcher import CHOSEN_ELSEWHERE
 from megacpp_mcore.backends.support import DTYPES
 
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "e4m3"}
 
 
-def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
+def rows(candidates: Iterable[Candidate]) -> list[dict[str, Any]]:
     """Return a JSON-ready record per candidate: what it is, what it supports, and whether it can run here (by probing it)."""
     records = []
-    for candidate in own_candidates() if candidates is None else candidates:
+    for candidate in candidates:
         present = candidate.present()
         records.append(
             {
@@ -32,7 +31,7 @@ def rows(candidates: Iterable[Candidate] | None = None) -> list[dict[str, Any]]:
     return records
 
 
-def text(candidates: Iterable[Candidate] | None = None) -> str:
+def text(candidates: Iterable[Candidate]) -> str:
     """Format the records as lines in columns, then the ops that the dispatcher does not choose for."""
     head = ("op", "backend", "class", "devices", "dtypes", "dims", "limits", "available")
     lines = [head, *(_cells(row) for row in rows(candidates))]

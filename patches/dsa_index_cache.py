@@ -22,7 +22,7 @@ from typing import Any
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.errors import ModelError
-from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX, promoted_schedule, source_layers
+from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX, check_chunks, source_layers
 from megacpp_mcore.ops.indexer.cache import IndexCache, Recomputed, Selection
 from megacpp_mcore.patches.machinery.record import Edit, Function, Patch, bound_replacement, edit, replacement
 
@@ -96,17 +96,10 @@ def _refuse_split(config: Any, roles: str) -> None:
     """Raise ModelError, naming a schedule that works, if a model chunk would begin with a Shared layer."""
     from megacpp_mcore.arguments.chunks import model_chunks
 
-    chunks = model_chunks(config)
-    schedule, promoted = promoted_schedule(tuple(roles), chunks)
-    if promoted:
-        spans = ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in chunks if len(chunk))
-        instead = f" instead of --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq}" if _periodic(config) else ""
-        raise ModelError(
-            f"DSA schedule {roles!r}: with model chunks {spans}, a chunk would begin with a Shared layer: "
-            f"layer{'s' if len(promoted) > 1 else ''} {', '.join(map(str, promoted))}. Indices do not travel between "
-            f"chunks; adopt the promoted schedule (it is part of the model, for every layout): set dsa_index_cache: "
-            f"{{schedule: {schedule}}} in the file {plugin_config.VARIABLE} names{instead}, or choose another layout"
-        )
+    setting = "dsa_index_cache: {{schedule: {}}}"
+    if _periodic(config):
+        setting += f", instead of --dsa-indexer-topk-freq {config.dsa_indexer_topk_freq},"
+    check_chunks(f"DSA schedule {roles!r}", tuple(roles), model_chunks(config), setting)
 
 
 def _build_layers(describe: Callable[..., _Block | None]) -> Callable[[Function], Function]:

@@ -21,13 +21,8 @@ from megacpp_mcore.model.families.attention_family import FULL_INDEX, ROLES, SHA
 from megacpp_mcore.model.families.attention_family import SPARSE as SPARSE
 from megacpp_mcore.model.families.attention_family import WINDOWED as WINDOWED
 
-
-def _letters() -> str:
-    return ", ".join(FAMILIES)
-
-
-def _allowed() -> str:
-    return f"{_letters()}, '|' (pipeline-stage boundary) and '/' (start of an MTP pattern)"
+_LETTERS = ", ".join(FAMILIES)
+_ALLOWED = f"{_LETTERS}, '|' (pipeline-stage boundary) and '/' (start of an MTP pattern)"
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,20 @@ def parse(text: str) -> Pattern:
         PatternError: names the offending character, its 1-based position, and what is allowed there.
     """
     if not isinstance(text, str):
-        raise PatternError(f"a pattern is a string of {_allowed()}; found {type(text).__name__}")
+        raise PatternError(f"a pattern is a string of {_ALLOWED}; found {type(text).__name__}")
     if not text:
-        raise PatternError(f"the pattern is empty; allowed are {_allowed()}")
+        raise PatternError(f"the pattern is empty; allowed are {_ALLOWED}")
     in_mtp = False
     for position, character in enumerate(text, start=1):
         where = f"pattern {text!r}: character {character!r} at position {position}"
         if character in FAMILIES:
             continue
         if character not in "|/":
-            raise PatternError(f"{where} is not known; allowed are {_allowed()}")
+            raise PatternError(f"{where} is not known; allowed are {_ALLOWED}")
         if position == 1 or text[position - 2] in "|/":
-            raise PatternError(f"{where} closes an empty part; write at least one of {_letters()} before it")
+            raise PatternError(f"{where} closes an empty part; write at least one of {_LETTERS} before it")
         if position == len(text):
-            raise PatternError(f"{where} opens an empty part; write at least one of {_letters()} after it")
+            raise PatternError(f"{where} opens an empty part; write at least one of {_LETTERS} after it")
         if character == "|" and in_mtp:
             raise PatternError(f"{where} is inside an MTP pattern; stage boundaries come before the first '/'")
         in_mtp = in_mtp or character == "/"
@@ -170,8 +165,12 @@ def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> t
     return schedule, tuple(promoted)
 
 
-def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]) -> None:
+def check_chunks(
+    name: str, roles: Sequence[str | None], chunks: Sequence[range], setting: str = "dsa.schedule: {}"
+) -> None:
     """Refuse a layout in which the first sparse layer of a model chunk would be Shared.
+
+    ``setting`` is how the settings file has a schedule, ``{}``.
 
     Raises:
         ModelError: names the layers and the promoted schedule to adopt.
@@ -182,7 +181,7 @@ def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range]
         raise ModelError(
             f"{name}: with model chunks {spans}, the first sparse layer of a chunk would be Shared: "
             f"layer{'s' if len(promoted) > 1 else ''} {', '.join(map(str, promoted))}. Indices do not travel between "
-            f"chunks; adopt the promoted schedule {schedule!r} (it is part of the model: set dsa.schedule to it in the "
+            f"chunks; adopt the promoted schedule {schedule!r} (it is part of the model: set {setting.format(schedule)} in the "
             "file MEGACPP_CONFIG names, for every layout of this model), or choose another layout"
         )
 

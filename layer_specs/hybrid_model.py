@@ -7,7 +7,6 @@ the same name and place as there. So checkpoints of either class, optimizer stat
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,12 +19,10 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import log_single_rank
 from megatron.training import global_vars
 
 from megacpp_mcore import settings as plugin_config
 from megacpp_mcore.arguments.read import RUN, model_of
-from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import ModelError
 from megacpp_mcore.layer_specs import nam56r as gpt
@@ -34,8 +31,6 @@ from megacpp_mcore.layer_specs.parts import parts_for
 from megacpp_mcore.model import DEFAULT, Model, hybrid
 from megacpp_mcore.model.training import HYBRID
 from megacpp_mcore.policy import ranks
-
-logger = logging.getLogger(__name__)
 
 
 class NumberedLayer:
@@ -136,8 +131,7 @@ class SharedMTPLayer(RepeatedLayer):
         if mtp_layer_pattern != hybrid.MTP_BLOCK:
             raise ModelError(f"the MTP pattern is {mtp_layer_pattern!r}; NAM56R's is {hybrid.MTP_BLOCK!r}, write that")
         run = getattr(config, RUN)  # HybridModel builds its decoder first
-        dispatcher = Dispatcher(run.settings.backends if run.settings is not None else None)
-        (spec,) = gpt.mtp_submodules(run.model, config, dispatcher, run.settings).layer_specs
+        (spec,) = gpt.mtp_submodules(run.model, config, gpt.dispatcher_of(run.settings), run.settings).layer_specs
         super().__init__(config, spec.submodules, **arguments, **(spec.params or {}))
 
 
@@ -206,18 +200,11 @@ def _slots(config: TransformerConfig, layers: range, symbols: str, preset: str) 
             f"{expected!r} of the stages {', '.join(f'{chunk.start}–{chunk.stop - 1}' for chunk in chunks)}; give it the "
             "run's own --hybrid-layer-pattern, and neither first nor last stages of their own"
         )
-    gpt.start(model, config, settings)
-    dispatcher = Dispatcher(settings.backends if settings is not None else None)
+    slots = "\n  ".join(["", *hybrid.plan(model).describe()])
+    gpt.start(model, config, settings, f" on HybridModel, pattern {text}", slots)
     virtual = chunks.index(layers) // config.pipeline_model_parallel_size
     vp_stage = None if config.virtual_pipeline_model_parallel_size is None else virtual
-    block = gpt.block_submodules(model, config, layers, vp_stage, dispatcher, settings)
-    log_single_rank(
-        logger,
-        logging.INFO,
-        f"megacpp-mcore: building {model.name} on HybridModel, pattern {text}, DSA schedule {model.dsa.schedule}, "
-        f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up\n  "
-        + "\n  ".join(hybrid.plan(model).describe()),
-    )
+    block = gpt.block_submodules(model, config, layers, vp_stage, settings)
     # Each slot is called only for layers of its own symbol, so all slots can share the specs of every layer.
     specs = dict(zip(layers, block.layer_specs or (), strict=True))
     slot = ModuleSpec(module=NumberedLayer, params={"specs": specs, "of_stack": config})

@@ -96,24 +96,32 @@ def nam56r(config: Any, vp_stage: int | None = None, preset: str = DEFAULT) -> H
     configure_engine(settings)
     model = model_of(sources, settings, preset)
     check_layout(model, transformer, model_chunks(transformer), settings)
-    start(model, transformer, settings)
-    dispatcher = Dispatcher(settings.backends if settings is not None else None)
-    layers = chunk_layers(transformer, vp_stage)
-    log_single_rank(
-        logger,
-        logging.INFO,
-        f"megacpp-mcore: building {model.name}, layers {model.layers}, DSA schedule {model.dsa.schedule}, "
-        f"indexers distilled from {model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up",
-    )
-    return block_submodules(model, transformer, layers, vp_stage, dispatcher, settings)
+    start(model, transformer, settings, f", layers {model.layers}")
+    return block_submodules(model, transformer, chunk_layers(transformer, vp_stage), vp_stage, settings)
 
 
-def start(model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None) -> None:
-    """Do the setup before the layers of either model class, and store the run in :data:`~megacpp_mcore.arguments.read.RUN`."""
+def start(
+    model: Model, config: TransformerConfig, settings: plugin_config.PluginConfig | None, built: str, slots: str = ""
+) -> None:
+    """Do the setup before the layers of either model class, and store the run in :data:`~megacpp_mcore.arguments.read.RUN`.
+
+    ``built`` and ``slots`` begin and end the log line: what the class is built from.
+    """
     apply_patches(settings)
     setattr(config, RUN, announce_policy(model, config, settings))
     claim_save_folder(settings)
     prepare(model, config, settings)
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"megacpp-mcore: building {model.name}{built}, DSA schedule {model.dsa.schedule}, indexers distilled from "
+        f"{model.dsa.distill} layers, {model.dsa.warmup_steps} steps of dense indexer warm-up{slots}",
+    )
+
+
+def dispatcher_of(settings: plugin_config.PluginConfig | None) -> Dispatcher:
+    """Return a dispatcher for the backends that the run's configuration file requests."""
+    return Dispatcher(None if settings is None else settings.backends)
 
 
 def block_submodules(
@@ -121,11 +129,10 @@ def block_submodules(
     config: TransformerConfig,
     layers: range,
     vp_stage: int | None,
-    dispatcher: Dispatcher,
     settings: plugin_config.PluginConfig | None,
 ) -> HybridBlockSubmodules:
     """Return the specs of the layers numbered ``layers`` (1-based), the final norm, and MTP where it belongs."""
-    parts = parts_for(config)
+    parts, dispatcher = parts_for(config), dispatcher_of(settings)
     # Also if this chunk has no E layer: its rank may be the one that writes the checkpoint's metadata.
     if EXPERTS in model.families:
         setattr(config, checkpoint_layout.EXPERTS_KEY, choose_experts(config, dispatcher).observed)

@@ -670,10 +670,10 @@ def test_a_later_chunk_gives_every_layer_its_own_letter_and_number(
     monkeypatch.setattr(nam56r, "graph_plan", lambda *_: graphs)
     config = stock.model_config(stock.words(definition)).transformer
     numbers = range(5, definition.depth - 1)
-    nam56r.block_submodules(definition, config, numbers, None, Dispatcher(None), None)
+    nam56r.block_submodules(definition, config, numbers, None, None)
     assert seen == [(number, definition.layers[number - 1], number == numbers[-1]) for number in numbers]
     seen.clear()
-    nam56r.block_submodules(definition, config, range(5, definition.depth + 1), None, Dispatcher(None), None)
+    nam56r.block_submodules(definition, config, range(5, definition.depth + 1), None, None)
     assert not any(sends for *_, sends in seen), "the last layer of all sends nothing"
 
 

@@ -212,9 +212,7 @@ class _Meeting:
                 problem = self.store.get(verdict).decode()
             else:
                 host_of = {peer: self.store.get(key).decode() for peer, key in ranks.items() if self.store.check([key])}
-                names = dict.fromkeys(host_of.values())
-                groups = {name: _named([peer for peer in host_of if host_of[peer] == name]) for name in names}
-                here = ", ".join(f"{group} on {name}" for name, group in groups.items())
+                here = ", ".join(f"{_named(group)} on {name}" for name, group in _grouped(host_of).items())
                 problem = (
                     f"{_named([peer for peer in ranks if peer not in host_of])} of {self.size} did not reach {self.where} in "
                     f"{self.patience}, where {here} wait; {self.advice}"
@@ -267,10 +265,16 @@ def compare_facts(collected: Callable[[], dict[str, str]]) -> None:
 
 def collect(settings: PluginConfig | None) -> dict[str, str]:
     """Collect what has to be equal on all ranks, by name; without a configuration file ``settings`` is None."""
+    import megatron.core
+    import megatron.training
     from megatron.training import global_vars
 
-    facts = {VARIABLE: "is not used" if settings is None else "is used", "the code of megacpp-mcore": _code()}
-    facts["the code of Megatron"] = _megatron()
+    facts = {VARIABLE: "is not used" if settings is None else "is used"}
+    own = _digest(Path(megacpp_mcore.__file__).parent)
+    facts["the code of megacpp-mcore"] = f"{megacpp_mcore.__version__}, digest {own}"
+    # Edits of Megatron that are not committed have no version.
+    folders = (Path(package.__path__[0]) for package in (megatron.core, megatron.training))
+    facts["the code of Megatron"] = f"digest {' '.join(map(_digest, folders))}"
     facts |= {f"version of {name}": version for name, version in host.versions().items()}
     facts |= {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
     arguments = global_vars._GLOBAL_ARGS
@@ -299,11 +303,11 @@ def of_datasets(cache: object) -> dict[str, str]:
 
 def peers(address: str | None) -> str:
     """Name the ranks that a lost connection led to: those on the host with ``address``, else those on all other hosts."""
-    own, ranks = socket.gethostname(), {rank: host for rank, host in enumerate(hosts) if rank != rank_and_size()[0]}
-    names = dict.fromkeys(ranks.values())
-    remote = [name for name in names if address and address in addresses(name)]
-    remote = remote or [name for name in names if name != own] or [own]
-    return ", ".join(f"{_named([rank for rank, host in ranks.items() if host == name])} on {name}" for name in remote)
+    own, rank = socket.gethostname(), rank_and_size()[0]
+    others = _grouped({peer: host for peer, host in enumerate(hosts) if peer != rank})
+    remote = [name for name in others if address and address in addresses(name)]
+    remote = remote or [name for name in others if name != own] or [own]
+    return ", ".join(f"{_named(others[name])} on {name}" for name in remote)
 
 
 def addresses(name: str) -> set[str]:
@@ -318,13 +322,19 @@ def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     """Return one line per name whose value is not the same on all ranks: the values, the rarest first, with their ranks."""
     lines = []
     for name in dict.fromkeys(name for facts in of_ranks for name in facts):
-        holders: dict[str, list[int]] = {}
-        for rank, facts in enumerate(of_ranks):
-            holders.setdefault(facts.get(name, "not set"), []).append(rank)
+        holders = _grouped({rank: facts.get(name, "not set") for rank, facts in enumerate(of_ranks)})
         if len(holders) > 1:
             rarest = sorted(holders.items(), key=lambda item: len(item[1]))
             lines.append(f"{name}: " + "; ".join(f"{value} on {_named(ranks)}" for value, ranks in rarest))
     return lines
+
+
+def _grouped(value_of: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that have each value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in value_of.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -353,22 +363,8 @@ def _text(value: Any) -> str:
 
 
 @functools.cache
-def _code() -> str:
-    """Return this package's version and a digest of its files."""
-    return f"{megacpp_mcore.__version__}, digest {_digest(Path(megacpp_mcore.__file__).parent)}"
-
-
-@functools.cache
-def _megatron() -> str:
-    """Return a digest of the files of the Megatron that is imported: edits that are not committed have no version."""
-    import megatron.core
-    import megatron.training
-
-    folders = (Path(package.__path__[0]) for package in (megatron.core, megatron.training))
-    return f"digest {' '.join(map(_digest, folders))}"
-
-
 def _digest(root: Path) -> str:
+    """Return a digest of a package's Python files."""
     files = sorted(Path(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
     lines = [f"{file.relative_to(root)} {sha256_of(file)}" for file in files if file.suffix == ".py" and file.is_file()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

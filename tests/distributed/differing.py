@@ -64,10 +64,9 @@ def different(way: str, folder: Path) -> Iterator[settings.PluginConfig | None]:
                 file.write("\n")
             (code / "megacpp_mcore" / ".#editor.py").symlink_to("somebody@host.7")
             stack.enter_context(mock.patch.object(megacpp_mcore, "__file__", str(code / "megacpp_mcore/__init__.py")))
-            ranks._code.cache_clear()
-            stack.callback(ranks._code.cache_clear)
         elif way == FAILS:
-            stack.enter_context(mock.patch.object(ranks, "_code", side_effect=PermissionError(13, "Permission denied")))
+            denied = PermissionError(13, "Permission denied")
+            stack.enter_context(mock.patch.object(ranks, "_digest", side_effect=denied))
         elif way == "version of torch":
             known: Callable[[str], str | None] = host.version
             stack.enter_context(

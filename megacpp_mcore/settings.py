@@ -321,7 +321,14 @@ def index_schedule_from_environment() -> IndexSchedule | None:
 
 def _read_mapping(file: Path) -> Mapping[str, Any]:
     """Read ``file``, a mapping whose keys are all in :data:`_KEYS`."""
-    content = _read(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{file}: cannot be read ({error}); {VARIABLE} has to name a YAML file") from error
+    try:
+        content = _UniqueKeyLoader(text).get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad dates or numbers; endless brackets
+        raise ConfigFileError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise ConfigFileError(f"{file}: found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
     for key in content:
@@ -376,21 +383,6 @@ def parse_steps(text: str) -> tuple[int, int]:
     if not 1 <= first <= last:
         raise LaunchError(f"the steps to profile are {text!r}; expected the first and the last, such as 10-14")
     return first, last
-
-
-def _read(file: Path) -> Any:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"{file}: cannot be read ({error}); {VARIABLE} has to name a YAML file") from error
-    try:
-        loader = _UniqueKeyLoader(text)  # raises on characters that YAML does not allow
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad dates or numbers; endless brackets
-        raise ConfigFileError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _mapping(file: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:

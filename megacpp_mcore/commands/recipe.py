@@ -81,15 +81,12 @@ def add_parser(subparsers: Any) -> None:
     listing = actions.add_parser("list", help="one line a model, then one a recipe")
     listing.add_argument("--markdown", action="store_true", help="print the page docs/model-card.md")
     show = actions.add_parser("show", help="the whole definition of a model, its layers and parameter counts, as JSON")
-    show.add_argument("name")
-    _add_set(show, "model values to override")
     flops_parser = actions.add_parser("flops", help="FLOPs of a training step by family, and what recompute adds")
-    flops_parser.add_argument("name")
-    _add_set(flops_parser, "model values to override")
-    add_flops_arguments(flops_parser)
     memory_parser = actions.add_parser("memory", help="the estimated memory of a GPU by part, and what to recompute")
-    memory_parser.add_argument("name")
-    _add_set(memory_parser, "model values to override")
+    for action in (show, flops_parser, memory_parser):
+        action.add_argument("name")
+        _add_set(action, "model values to override")
+    add_flops_arguments(flops_parser)
     memory_parser.add_argument(
         "--gpu-gb", type=flags.not_negative, default=H200_GB, help="of the GPU, in 10^9 bytes (default: an H200)"
     )

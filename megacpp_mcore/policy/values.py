@@ -146,10 +146,8 @@ def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
     several = run.processes > 1
     peers = several and lookup.asked("NCCL_P2P_DISABLE") == "1"
     through_host = "GPUs of one host then exchange through host memory; unset it" if peers else ""
-    debug, multicast = (
-        "without it NCCL does not say why it stopped",
-        "NVLink multicast; NCCL asks the host when it is unset",
-    )
+    debug = "without it NCCL does not say why it stopped"
+    multicast = "NVLink multicast; NCCL asks the host when it is unset"
     pinned = "it pins what NCCL chooses by size; figures are not comparable with those of runs without it"
     return (
         lookup.find("NCCL_DEBUG", default="WARN" if several else None, note=debug),
@@ -250,13 +248,8 @@ def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
     named = [word.strip().removeprefix("+") for word in lookup.environment[TORCH_LOGS].split(",")]
     if "recompiles" in named:
         return ()
-    return (
-        lookup.find(
-            TORCH_LOGS,
-            note="what torch logs",
-            refused="observability.recompiles is on, but torch reads only this variable; add recompiles, or unset it",
-        ),
-    )
+    refused = "observability.recompiles is on, but torch reads only this variable; add recompiles, or unset it"
+    return (lookup.find(TORCH_LOGS, note="what torch logs", refused=refused),)
 
 
 def tf32_products() -> bool:
@@ -274,10 +267,9 @@ def check(run: Run, lookup: Lookup) -> None:
             would start with the same experts.
         ModelError: FSDP2 does not support the run's layout.
     """
-    parts = ("tensor", "pipeline", "context", "expert")
-    sizes = {name: size for name in parts if (size := getattr(run.layout, name)) > 1}
     if run.training.processes % (least := run.layout.processes):
-        words = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        sizes = {name: getattr(run.layout, name) for name in ("tensor", "pipeline", "context", "expert")}
+        words = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise LaunchError(
             f"parallelism {words} needs {least} processes or a multiple, got {run.training.processes}: start as many "
             "(launch --nproc, torchrun --nproc-per-node), or change the layout"

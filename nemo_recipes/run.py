@@ -138,8 +138,7 @@ def run(
         callbacks.register("on_train_start", lambda _: claim_save_folder(config))
         stack.callback(checkpoint_folder.release)
         requested = _observation(config, recording or launcher.Recording(), settings)
-        for line in requested.describe():
-            say(line)
+        say(requested.describe())
         stack.enter_context(observation.observed(requested, launched, BridgeLoop(config, callbacks)))
         pretrain(config, training_step.count_from(forward_step), callbacks=callbacks)
         process.leave_process_group()

@@ -223,8 +223,7 @@ def _prepare(stack: contextlib.ExitStack, chosen: Plan, recording: Recording, ve
     if chosen.has_own_spec:
         sys.argv += _verified_data(chosen.arguments)
     observed = observation.choose(chosen.arguments, settings=settings, **vars(recording))
-    for line in observed.describe():
-        say(line)
+    say(observed.describe())
     if on_gpus and observed.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         stack.enter_context(process.kernels_built(observed.folder))
     quiet = not verbose and observed.details.console != "stock" and not {"-h", "--help"}.intersection(chosen.arguments)

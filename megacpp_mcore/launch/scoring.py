@@ -12,28 +12,11 @@ import json
 import math
 import time
 from argparse import ArgumentParser
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megacpp_mcore.observe import events
 from megacpp_mcore.util import console, flags
-
-
-@dataclass(frozen=True)
-class Score:
-    """A model's score; perplexity is per token, and comparable only between models of one tokenizer.
-
-    ``unigram_bits_per_byte``, of a byte model only, is the entropy of the same bytes without context.
-    """
-
-    bits_per_byte: float
-    perplexity: float
-    unigram_bits_per_byte: float | None
-    bytes: int
-    tokens: int
-    step: int
-    seconds: float
 
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
@@ -76,22 +59,23 @@ def main() -> None:
         whole = manifest.text_bytes if len(tokens_N) == manifest.tokens else None
         known = tokenizer.bytes_of(tokens_N.tolist()) if whole is None else whole
         reached.bytes = known - tokenizer.bytes_of(tokens_N[:1].tolist())
-    score = Score(
-        bits_per_byte=reached.value,
-        perplexity=math.exp(reached.nats / predicted.size),
-        unigram_bits_per_byte=entropy(byte_counts(predicted)) if tokenizer.kind == "byte" else None,
-        bytes=reached.bytes,
-        tokens=predicted.size,
-        step=args.iteration,
-        seconds=time.monotonic() - began,
-    )
-    unigram = "" if score.unigram_bits_per_byte is None else f" (unigram {score.unigram_bits_per_byte:.6f})"
+    unigram = entropy(byte_counts(predicted)) if tokenizer.kind == "byte" else None
+    score = {
+        "bits_per_byte": reached.value,
+        "perplexity": math.exp(reached.nats / predicted.size),  # comparable only between models of one tokenizer
+        "unigram_bits_per_byte": unigram,  # the entropy of the same bytes without context
+        "bytes": reached.bytes,
+        "tokens": predicted.size,
+        "step": args.iteration,
+        "seconds": time.monotonic() - began,
+    }
+    of_unigram = "" if unigram is None else f" (unigram {unigram:.6f})"
     console.say(
-        f"held-out bits per byte {score.bits_per_byte:.6f}{unigram}; perplexity {score.perplexity:.6f} per token; "
-        f"step {score.step}, {score.tokens} tokens, {score.bytes} bytes"
+        f"held-out bits per byte {reached.value:.6f}{of_unigram}; perplexity {score['perplexity']:.6f} per token; "
+        f"step {args.iteration}, {predicted.size} tokens, {reached.bytes} bytes"
     )
     if args.output is not None:
-        events.replace(Path(args.output), json.dumps(asdict(score), indent=1) + "\n")
+        events.replace(Path(args.output), json.dumps(score, indent=1) + "\n")
 
 
 if __name__ == "__main__":

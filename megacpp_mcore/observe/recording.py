@@ -39,15 +39,15 @@ class Observation:
     settings: PluginConfig | None
     details: Observability
 
-    def describe(self) -> list[str]:
-        """Return the lines to print at the start of the run."""
+    def describe(self) -> str:
+        """Return the line to print at the start of the run."""
         if self.folder is None:
             where = "nothing is recorded"
         elif any(self.folder.glob("start_*")):
             where = f"the run continues in {self.folder}, which holds an earlier start; steps that it repeats are lost there"
         else:
             where = f"the run is recorded in {self.folder}"
-        return [f"observe: {where} ({self.why})"]
+        return f"observe: {where} ({self.why})"
 
 
 def choose(

@@ -43,7 +43,7 @@ PROFILED = dataclasses.replace(OFF, observability=Observability(profile="2-3"))
 def test_the_folder_of_a_run(words: list[str], options: dict[str, Any], folder: str | None, why: str) -> None:
     chosen = recording.choose(words, **options)
     assert chosen.folder == (None if folder is None else Path(folder))
-    assert why in chosen.describe()[0]
+    assert why in chosen.describe()
 
 
 @pytest.mark.parametrize(

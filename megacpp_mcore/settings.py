@@ -152,14 +152,11 @@ class PluginConfig:
     """The checked content of the file.
 
     Attributes:
-        path: the file.
         preset: name of the preset that the model is based on.
         model: the preset with the overrides applied.
         backends: op name to requested backend name.
         recompute: what is recomputed in the backward pass.
         max_documents: the most documents that a packed row may hold; None: a default from its length.
-        speed_defaults, experimental_taxes, observability, transformer_engine, vendors, checkpoints, fp8: the groups of
-            those names.
         given: the options set in the file, as ``group.key``, or ``recompute``.
     """
 
@@ -184,7 +181,6 @@ class IndexSchedule:
     """Which layers of a stock DSA model run their indexer, according to the file.
 
     Attributes:
-        path: the file.
         schedule: ``F`` or ``S`` for each layer, tiled if shorter.
     """
 

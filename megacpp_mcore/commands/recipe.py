@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
         memory_parser.add_argument(
             f"--{wanted}", type=flags.positive, metavar="N", help=f"{what}; default: 1, or the recipe's"
         )
-    usage = "megacpp-mcore recipe emit NAME [OPTIONS] [-- ARGUMENTS of Megatron]"
+    usage = "%(prog)s NAME [OPTIONS] [-- ARGUMENTS of Megatron]"
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model", usage=usage)
     emit.add_argument("name", help="the model or recipe")
     emit.add_argument(
@@ -222,11 +222,13 @@ def _changed_model(name: str, words: Sequence[str]) -> Model:
 
 def _recipe(name: str) -> Recipe | None:
     """Return the recipe called ``name``; None when that names a model, a preset or the file of MEGACPP_CONFIG."""
-    loaded = None if name in RECIPES else plugin_config.from_environment()
+    if name in RECIPES:
+        return RECIPES[name]
+    loaded = plugin_config.from_environment()
     models = (*PRESETS, *([loaded.model.name] if loaded is not None else []))
-    if name in RECIPES or name in models:
-        return RECIPES.get(name)
-    raise ModelError(f"there is no model or recipe {name!r}; {nearest(name, (*models, *RECIPES))}")
+    if name not in models:
+        raise ModelError(f"there is no model or recipe {name!r}; {nearest(name, (*models, *RECIPES))}")
+    return None
 
 
 def chosen_model(name: str) -> tuple[Model, plugin_config.PluginConfig | None]:

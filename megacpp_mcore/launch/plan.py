@@ -384,14 +384,16 @@ def _check_spec(script: Path | None, spec: tuple[str, str], arguments: Sequence[
             f"if you trust it, add --allow-spec-from {module.partition('.')[0]}",
             code="spec-not-allowed",
         )
+    if lowering.preset_of(spec) is None:
+        return
     has_pattern = "--hybrid-layer-pattern" in flags.read(arguments)
-    if lowering.preset_of(spec) is not None and name.endswith("_hybrid") and not has_pattern:
+    if name.endswith("_hybrid") and not has_pattern:
         raise SpecImportError(
             f"--spec {name} names a HybridModel, which needs --hybrid-layer-pattern; add that (`megacpp-mcore recipe emit` "
             f"prints it), or name {name.removesuffix('_hybrid')}"
         )
     host, other = (HYBRID, GPT) if has_pattern else (GPT, HYBRID)
-    if lowering.preset_of(spec) is not None and script is not None and script.name == lowering.SCRIPTS[other]:
+    if script is not None and script.name == lowering.SCRIPTS[other]:
         needs, do = ("takes no", "leave out") if has_pattern else ("needs", "add")
         raise SpecImportError(
             f"--spec {name}: {script.name} {needs} --hybrid-layer-pattern, which makes the model a HybridModel; {do} that "

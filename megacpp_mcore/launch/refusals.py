@@ -147,8 +147,8 @@ def _refuse_words(stock: Callable[..., Any], parser: argparse.ArgumentParser, me
 def _explained(error: BaseException) -> str | None:
     """Return an explanation of ``error`` for users; None if its traceback suffices."""
     text = "".join(traceback.format_exception(error))
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in text:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"the port {where} is in use by another program; choose a free MASTER_PORT (torchrun --master-port), or end it"
     if match := _OTHER_SCHEDULE.search(text):
         return (
@@ -156,7 +156,6 @@ def _explained(error: BaseException) -> str | None:
             "--override-opt_param-scheduler to follow the run's, or --use-checkpoint-opt_param-scheduler"
         )
     if match := _NOT_MET.search(text):
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return (
             f"{match[1]} of {match[2]} processes came to {where} in time; the others have ended, as their own output says, or "
             "were not started with this address, or cannot reach it"

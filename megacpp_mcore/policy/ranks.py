@@ -51,6 +51,7 @@ _ENVIRONMENT = re.compile(
 _FILES = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path", "te_precision_config_file")
 """Arguments (attributes) that name files, compared by content."""
 
+_TIMEOUT = "--distributed-timeout-minutes"
 MINUTE = timedelta(minutes=1)
 _QUIET = timedelta(seconds=30)
 """How long a rank waits for the others before it says so."""
@@ -91,37 +92,7 @@ def met(arguments: Sequence[str]) -> Iterator[Callable[[], contextlib.AbstractCo
     if size == 1 or "--fake-process-group" in given or (by_torchrun and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"):
         yield contextlib.nullcontext
         return
-    from torch.distributed import DistError, DistNetworkError, TCPStore
-
-    rank, minutes = int(os.environ["RANK"]), "--distributed-timeout-minutes"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = MINUTE * (flags.whole(given, minutes, LaunchError, 1) or 10)
-    own, unknown = socket.gethostname(), f"no address of MASTER_ADDR {address!r}"
-    this, where = f"rank {rank} of {size} on {own}", f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
-    advice = (
-        f"start a task for each rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={size} on every host, check that "
-        f"each reaches {address} (`nc -z {address} {port}`), or give slow ones longer by {minutes}"
-    )
-    store_of = functools.partial(TCPStore, address, port, size, wait_for_workers=False, multi_tenant=True)
-    try:
-        if not addresses(address):  # its lookups are repeated: a host may be registered late
-            console.say(f"megacpp-mcore: {this} found {unknown} so far; it retries for {patience}")
-        is_first = rank == 0 and not by_torchrun
-        store = store_of(is_master=True, timeout=patience) if is_first else _client(store_of, patience)
-    except DistNetworkError as error:
-        lacks = f"no rank 0 at {where}" if addresses(address) else unknown
-        if "EADDRINUSE" in str(error):
-            try:
-                store = _client(store_of, _REPLY)  # of another task with RANK=0
-            except DistError:
-                raise error from None
-        elif rank == 0 and "timed out" not in str(error):
-            raise LaunchError(
-                f"{this} cannot listen at {where}: {error}; choose a free MASTER_PORT above 1023"
-            ) from error
-        else:
-            raise LaunchError(f"{this} found {lacks} in {patience}; {advice}") from error
-    meeting = _Meeting(store, rank, size, own, this, where, patience, advice)
+    meeting = _Meeting(size, MINUTE * (flags.whole(given, _TIMEOUT, LaunchError, 1) or 10), by_torchrun)
     if not by_torchrun:
         meeting.begin()
     yield meeting.checks
@@ -146,18 +117,41 @@ def _client(store_of: Callable[..., Any], patience: timedelta) -> Any:
         raise DistNetworkError("what listens there timed out") from None
 
 
-@dataclasses.dataclass(frozen=True)
 class _Meeting:
     """The processes of a run at one store, which runs on rank 0's host and ends with rank 0."""
 
-    store: Any
-    rank: int
-    size: int
-    own: str
-    this: str
-    where: str
-    patience: timedelta
-    advice: str
+    def __init__(self, size: int, patience: timedelta, by_torchrun: bool) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.rank, self.size, self.patience, self.own = int(os.environ["RANK"]), size, patience, socket.gethostname()
+        self.this = f"rank {self.rank} of {size} on {self.own}"
+        self.where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+        self.advice = (
+            f"start a task for each rank, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE={size} on every host, check "
+            f"that each reaches {address} (`nc -z {address} {port}`), or give slow ones longer by {_TIMEOUT}"
+        )
+        self.store = self._connected(address, port, listens=self.rank == 0 and not by_torchrun)
+
+    def _connected(self, address: str, port: int, *, listens: bool) -> Any:
+        from torch.distributed import DistError, DistNetworkError, TCPStore
+
+        unknown = f"no address of MASTER_ADDR {address!r}"
+        store_of = functools.partial(TCPStore, address, port, self.size, wait_for_workers=False, multi_tenant=True)
+        try:
+            if not addresses(address):  # its lookups are repeated: a host may be registered late
+                console.say(f"megacpp-mcore: {self.this} found {unknown} so far; it retries for {self.patience}")
+            return store_of(is_master=True, timeout=self.patience) if listens else _client(store_of, self.patience)
+        except DistNetworkError as error:
+            if "EADDRINUSE" in str(error):
+                try:
+                    return _client(store_of, _REPLY)  # of another task with RANK=0
+                except DistError:
+                    raise error from None
+            if self.rank == 0 and "timed out" not in str(error):
+                why = f"cannot listen at {self.where}: {error}; choose a free MASTER_PORT above 1023"
+            else:
+                lacks = f"no rank 0 at {self.where}" if addresses(address) else unknown
+                why = f"found {lacks} in {self.patience}; {self.advice}"
+            raise LaunchError(f"{self.this} {why}") from error
 
     def begin(self) -> None:
         """Wait for all ranks; refuse a different WORLD_SIZE, and two processes with the same RANK."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megacpp_mcore.arguments.lowering import check_torch_fsdp
@@ -139,43 +139,41 @@ def _segments_obstacle(run: Run, lookup: Lookup, name: str) -> str:
     )
 
 
-def nccl(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+def nccl(run: Run, lookup: Lookup) -> Iterator[Value]:
     """Decide NCCL's settings; variables that pin its choices are only listed."""
     if run.device != "cuda":
-        return ()
+        return
     several = run.processes > 1
     peers = several and lookup.asked("NCCL_P2P_DISABLE") == "1"
     through_host = "GPUs of one host then exchange through host memory; unset it" if peers else ""
     debug = "without it NCCL does not say why it stopped"
     multicast = "NVLink multicast; NCCL asks the host when it is unset"
     pinned = "it pins what NCCL chooses by size; figures are not comparable with those of runs without it"
-    return (
-        lookup.find("NCCL_DEBUG", default="WARN" if several else None, note=debug),
-        lookup.find("NCCL_P2P_DISABLE", note="recommended unset", refused=through_host),
-        lookup.find("NCCL_NVLS_ENABLE", note=multicast),
-        *(lookup.find(name, refused=pinned) for name in ("NCCL_ALGO", "NCCL_PROTO") if lookup.asked(name) is not None),
-    )
+    yield lookup.find("NCCL_DEBUG", default="WARN" if several else None, note=debug)
+    yield lookup.find("NCCL_P2P_DISABLE", note="recommended unset", refused=through_host)
+    yield lookup.find("NCCL_NVLS_ENABLE", note=multicast)
+    for name in ("NCCL_ALGO", "NCCL_PROTO"):
+        if lookup.asked(name) is not None:
+            yield lookup.find(name, refused=pinned)
 
 
-def lone_tasks(lookup: Lookup) -> tuple[Value, ...]:
+def lone_tasks(lookup: Lookup) -> Iterator[Value]:
     """List Slurm's number of tasks if each of them trains by itself, as under torchrun without ``--nnodes``."""
     world, local, tasks = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", _TASKS))
-    if world != local or tasks in ("1", world):
-        return ()
-    return (lookup.find(_TASKS, refused="each of these tasks trains by itself; for one run, give torchrun --nnodes"),)
+    if world == local and tasks not in ("1", world):
+        yield lookup.find(_TASKS, refused="each of these tasks trains by itself; for one run, give torchrun --nnodes")
 
 
-def interfaces(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+def interfaces(run: Run, lookup: Lookup) -> Iterator[Value]:
     """Decide over which network hosts reach each other: sets nothing, and lists nothing if all processes are on one host."""
     world, local = (lookup.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not (world.isdecimal() and local.isdecimal() and int(world) > int(local)):
-        return ()
-    names = ("GLOO_SOCKET_IFNAME",) if run.device == "cpu" else ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+        return
     by_default = "the network interface to other hosts; if unset, the library chooses: gloo the one of this host's name"
-    variables = [lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name))) for name in names]
+    for name in ("GLOO_SOCKET_IFNAME",) if run.device == "cpu" else ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        yield lookup.find(name, note=by_default, refused=_no_interface(lookup.asked(name)))
     if run.device != "cpu" and lookup.asked("NCCL_IB_DISABLE") == "1":
-        variables.append(lookup.find("NCCL_IB_DISABLE", refused="hosts then exchange through sockets; unset it"))
-    return tuple(variables)
+        yield lookup.find("NCCL_IB_DISABLE", refused="hosts then exchange through sockets; unset it")
 
 
 def _no_interface(requested: str | None) -> str:
@@ -194,7 +192,7 @@ def triton_cache(home: str | None) -> str:
     return os.path.join(home or os.path.expanduser("~"), ".triton", "cache")
 
 
-def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
+def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> Iterator[Value]:
     """Decide the folders of compiled kernels.
 
     Where ``TRITON_CACHE_DIR`` is not set, PyTorch sets it to a temporary folder of each GPU with the first kernel that Inductor
@@ -210,22 +208,19 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> tuple[Value, ...]:
         rows += (
             ("DG_JIT_CACHE_DIR", "deep_gemm", None, "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),
         )
-    variables = []
     for name, folder, default, note in rows:
         wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None
         requested = lookup.asked(name)
         refused = f"speed_defaults.cache_root asks for {wanted}" if wanted and requested not in (None, wanted) else ""
-        variables.append(lookup.find(name, default=wanted or default, note=note, refused=refused))
-    return tuple(variables)
+        yield lookup.find(name, default=wanted or default, note=note, refused=refused)
 
 
-def cudnn(run: Run, lookup: Lookup) -> tuple[Value, ...]:
+def cudnn(run: Run, lookup: Lookup) -> Iterator[Value]:
     """Decide which cuDNN Transformer Engine loads, where it is installed: torch's, which has to be imported."""
-    if run.device != "cuda" or host.version("transformer-engine") is None:
-        return ()
-    default = te_imports.cudnn_home(lookup.environment).get(te_imports.CUDNN_HOME)
-    note = "with another cuDNN than torch's, Transformer Engine's attention is unfused"
-    return (lookup.find(te_imports.CUDNN_HOME, default=default, note=note),)
+    if run.device == "cuda" and host.version("transformer-engine") is not None:
+        default = te_imports.cudnn_home(lookup.environment).get(te_imports.CUDNN_HOME)
+        note = "with another cuDNN than torch's, Transformer Engine's attention is unfused"
+        yield lookup.find(te_imports.CUDNN_HOME, default=default, note=note)
 
 
 def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
@@ -241,15 +236,13 @@ def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
     return lookup.find(name, default=default, note="1 makes every launch wait", refused=refused)
 
 
-def logs(lookup: Lookup, observability: Observability) -> tuple[Value, ...]:
+def logs(lookup: Lookup, observability: Observability) -> Iterator[Value]:
     """List TORCH_LOGS if it overrides ``observability.recompiles``: torch then takes no other log setting."""
     if not (lookup.launched and observability.recompiles and TORCH_LOGS in lookup.environment):
-        return ()
-    named = [word.strip().removeprefix("+") for word in lookup.environment[TORCH_LOGS].split(",")]
-    if "recompiles" in named:
-        return ()
-    refused = "observability.recompiles is on, but torch reads only this variable; add recompiles, or unset it"
-    return (lookup.find(TORCH_LOGS, note="what torch logs", refused=refused),)
+        return
+    if "recompiles" not in (word.strip().removeprefix("+") for word in lookup.environment[TORCH_LOGS].split(",")):
+        refused = "observability.recompiles is on, but torch reads only this variable; add recompiles, or unset it"
+        yield lookup.find(TORCH_LOGS, note="what torch logs", refused=refused)
 
 
 def tf32_products() -> bool:
@@ -295,41 +288,36 @@ def _in_fp32(run: Run) -> str:
     return " and ".join(filter(None, (", ".join(kept[:-1]), *kept[-1:])))
 
 
-def tf32(run: Run, lookup: Lookup, *, products: bool) -> tuple[Value, ...]:
+def tf32(run: Run, lookup: Lookup, *, products: bool) -> Iterator[Value]:
     """List what sets fp32 products to TF32; some families have none. ``products``: :func:`tf32_products`."""
     if run.device != "cuda":
-        return ()
+        return
     without = filter(None, (FAMILIES[letter].without_tf32 for letter in run.families))
     exact = "".join(f"{name} is not affected; " for name in without)
     note = f"{exact}TF32 keeps 10 bits of a mantissa: exact for operands that were bf16, not for fp32 ones"
-    rows = [
-        lookup.find(name, note="fp32 products in TF32", refused="" if lookup.asked(name) == "0" else note)
-        for name in (TF32_DRIVER, TF32_TORCH)
-        if lookup.asked(name) is not None
-    ]
+    for name in (TF32_DRIVER, TF32_TORCH):
+        if (requested := lookup.asked(name)) is not None:
+            yield lookup.find(name, note="fp32 products in TF32", refused="" if requested == "0" else note)
     if products and lookup.asked(TF32_TORCH) in (None, "0"):
         backend = "torch.backends.cuda.matmul.fp32_precision"
-        rows.append(Value(name=backend, value="tf32", source=USER, warning=note, variable=False))
-    return tuple(rows)
+        yield Value(name=backend, value="tf32", source=USER, warning=note, variable=False)
 
 
-def flags(run: Run, arguments: str) -> tuple[Value, ...]:
+def flags(run: Run, arguments: str) -> Iterator[Value]:
     """List the flags that change speed but not results, whether they are on, and why; overlaps have their own contract."""
-    rows = []
     for feature in FEATURES:
         if feature.field.startswith("overlap"):
             continue
         on, obstacle = getattr(run.execution, feature.field), feature.obstacle(run)
         note = obstacle if obstacle and not on else feature.reason
         source = arguments if feature.field in run.given else DEFAULT
-        rows.append(Value(name=feature.name, value="on" if on else "off", source=source, note=note, variable=False))
+        yield Value(name=feature.name, value="on" if on else "off", source=source, note=note, variable=False)
     usual, interval = usual_log_interval(run), run.execution.log_interval
     note = "before each line all ranks wait for each other" if run.processes > 1 else "a line delays no other rank"
     source = arguments if "log_interval" in run.given else DEFAULT
     if interval < usual:
         note += f"; {usual} is usual on several GPUs"
-    rows.append(Value(name="log interval", value=str(interval), source=source, note=note, variable=False))
-    return tuple(rows)
+    yield Value(name="log interval", value=str(interval), source=source, note=note, variable=False)
 
 
 def recompute(run: Run, families: Recompute, *, given: bool, arguments: str) -> Value:

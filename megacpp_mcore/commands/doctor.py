@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -321,30 +321,29 @@ def as_json(findings: Sequence[Finding]) -> str:
     return json.dumps(head | {"components": [asdict(finding) for finding in findings]}, indent=2)
 
 
-def as_text(findings: Sequence[Finding]) -> str:
-    """Format the findings as text: one line each, then the GPUs, then what blocks training."""
-    lines = [f"megacpp-mcore {megacpp_mcore.__version__} on {platform.platform()}", ""]
+def as_text(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the findings as lines of text: one each, then the GPUs, then what blocks training."""
+    yield f"megacpp-mcore {megacpp_mcore.__version__} on {platform.platform()}"
+    yield ""
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        lines.append(
-            f"{finding.name:{width}}  {finding.state:8}  {finding.version or '-':24}  {finding.reason}".rstrip()
-        )
+        yield f"{finding.name:{width}}  {finding.state:8}  {finding.version or '-':24}  {finding.reason}".rstrip()
+    yield ""
     gpus = [gpu for finding in findings for gpu in finding.details.get("gpus", ())]
-    lines.append("")
     for index, gpu in enumerate(gpus):
-        lines.append(f"GPU {index}: {gpu['name']}, {gpu['memory_gib']} GiB, compute capability {gpu['capability']}")
+        yield f"GPU {index}: {gpu['name']}, {gpu['memory_gib']} GiB, compute capability {gpu['capability']}"
     if not gpus:
-        lines.append("no GPU: runs use the CPU lane (launch --device cpu)")
+        yield "no GPU: runs use the CPU lane (launch --device cpu)"
     tf32 = [f"{name}={os.environ[name]}" for name in (TF32_DRIVER, TF32_TORCH) if os.environ.get(name, "0") != "0"]
     if any(finding.details.get("fp32_products") == "tf32" for finding in findings):
         tf32.append("torch computes them in TF32")
-    lines += [f"fp32 products on GPUs: {words}" for words in tf32]  # the launch policy judges them for a run
-    blocking = [finding.name for finding in findings if finding.blocks]
-    verdict = f"training would fail on: {', '.join(blocking)}" if blocking else "nothing stands in the way of training"
-    if not blocking and any((finding.name, finding.state) == (STEP, OFF) for finding in findings):
-        verdict = "nothing was found that stands in the way of training; no step was trained"
-    lines.append(verdict)
-    return "\n".join(lines)
+    yield from (f"fp32 products on GPUs: {words}" for words in tf32)  # the launch policy judges them for a run
+    if blocking := [finding.name for finding in findings if finding.blocks]:
+        yield f"training would fail on: {', '.join(blocking)}"
+    elif any((finding.name, finding.state) == (STEP, OFF) for finding in findings):
+        yield "nothing was found that stands in the way of training; no step was trained"
+    else:
+        yield "nothing stands in the way of training"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -443,5 +442,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         without = Finding(STEP, OFF, reason="not trained, as --no-step says")
         findings.append(_step(findings, args.time_limit) if args.step else without)
-    print(as_json(findings) if args.json else as_text(findings))
+    print(as_json(findings) if args.json else "\n".join(as_text(findings)))
     return 0 if is_healthy(findings) else 1

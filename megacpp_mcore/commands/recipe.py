@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "flops":
         print(counted(_changed_model(args.name, args.values), args))
     elif args.action == "memory":
-        print(estimated(args))
+        print("\n".join(estimated(args)))
     else:
         print(emit(args))
     return 0
@@ -144,8 +144,8 @@ H200_GB = 150.1
 """Memory of an H200, as torch has it."""
 
 
-def estimated(args: argparse.Namespace) -> str:
-    """Return the text that ``recipe memory`` prints.
+def estimated(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines that ``recipe memory`` prints.
 
     Raises:
         ModelError: no such run is possible, or its memory is not known.
@@ -166,19 +166,18 @@ def estimated(args: argparse.Namespace) -> str:
     parts = {"states": held.total} | (memory.activations(run, best.how) or {})
     parts |= {"FP8 copies of weights": copies} if (copies := memory.quantised(run, held)) else {}
     rows = training.micro_batch_size * model.seq_length // layout.context
-    lines = [
-        f"{args.name}: {rows} tokens a GPU and micro-batch, {run.processes} GPU{'s' * (run.processes > 1)}, estimated",
-        "",
-    ]
-    lines += [f"{'recompute':40}{'GB':>8}{'more µs a token':>18}"]
+    yield f"{args.name}: {rows} tokens a GPU and micro-batch, {run.processes} GPU{'s' * (run.processes > 1)}, estimated"
+    yield f"\n{'recompute':40}{'GB':>8}{'more µs a token':>18}"
     for way in ways:
         note = "" if way in fitting else "   does not fit"
-        lines.append(f"{way.how!s:40}{way.total / 1e9:8.1f}{way.seconds * 1e6:18.1f}{note}")
-    lines += ["", f"{f'by part, recompute {best.how}':40}{'GB':>8}"]
-    lines += [f"{name:40}{size / 1e9:8.1f}" for name, size in parts.items()]
-    if not fitting:
-        return "\n".join([*lines, "", f"no way fits {args.gpu_gb} GB: use more GPUs, --context, or shorter rows"])
-    return "\n".join([*lines, "", f"the quickest that fits {args.gpu_gb} GB: {_recompute_words(best.how)}"])
+        yield f"{way.how!s:40}{way.total / 1e9:8.1f}{way.seconds * 1e6:18.1f}{note}"
+    yield f"\n{f'by part, recompute {best.how}':40}{'GB':>8}"
+    for name, size in parts.items():
+        yield f"{name:40}{size / 1e9:8.1f}"
+    if fitting:
+        yield f"\nthe quickest that fits {args.gpu_gb} GB: {_recompute_words(best.how)}"
+    else:
+        yield f"\nno way fits {args.gpu_gb} GB: use more GPUs, --context, or shorter rows"
 
 
 def _recompute_words(how: Recomputation) -> str:

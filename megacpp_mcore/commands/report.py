@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         print(text.dumps(receipt))
         return 0
-    status, *others = describe(receipt).splitlines()
+    status, *others = describe(receipt)
     is_running = receipt["status"] == RUNNING and any(place.glob("start_*"))
     alive = [sign_of_life(place, time.time_ns())] if is_running else []
     print("\n".join([status, *alive, *others]))
@@ -159,20 +159,18 @@ def _age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def describe(receipt: Mapping[str, Any]) -> str:
-    """Format the main figures of a receipt for people, its disqualifiers, and the unknown values."""
+def describe(receipt: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the main figures of a receipt as lines for people, its disqualifiers, and the unknown values."""
     values = flatten(receipt)
-    lines = []
     for label, field in labelled(values, shown=True):
         text = in_words(values, field)
         why = why_unknown(field.path, values["unknown"])
-        lines.append(f"{label:18}{text if text is not None else f'not known: {why}'}")
-    lines += [f"{'note':18}{note}" for note in values["notes"]]
+        yield f"{label:18}{text if text is not None else f'not known: {why}'}"
+    yield from (f"{'note':18}{note}" for note in values["notes"])
     carried = [f"{'DISQUALIFIED':18}{entry['name']}: {entry['evidence']}" for entry in values["disqualifiers"]]
-    lines += carried or [f"{'disqualified by':18}nothing"]
-    lines += [f"{'not judged':18}{entry['name']}: {entry['reason']}" for entry in values["unjudged"]]
+    yield from carried or [f"{'disqualified by':18}nothing"]
+    yield from (f"{'not judged':18}{entry['name']}: {entry['reason']}" for entry in values["unjudged"])
     unknown: dict[str, list[str]] = {}
     for path, reason in values["unknown"].items():
         unknown.setdefault(reason, []).append(path)
-    lines += [f"{'not known':18}{', '.join(paths)}: {reason}" for reason, paths in unknown.items()]
-    return "\n".join(lines)
+    yield from (f"{'not known':18}{', '.join(paths)}: {reason}" for reason, paths in unknown.items())

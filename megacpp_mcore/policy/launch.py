@@ -135,7 +135,7 @@ def resolve(
             *policy_values.tf32(run, lookup, products=tf32_products),
             *policy_values.flags(run, arguments),
         ),
-        overlaps=overlap_contract(run, connections.value),
+        overlaps=tuple(overlap_contract(run, connections.value)),
         taxes=taxes.on,
         launched=launched,
     )

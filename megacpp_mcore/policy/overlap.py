@@ -7,6 +7,7 @@ conditions: megatron-core 0.19.2, ``transformer/transformer_config.py``, ``distr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megacpp_mcore.model import memory
@@ -36,7 +37,7 @@ class Overlap:
     reason: str
 
 
-def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
+def overlap_contract(run: Run, connections: str | None) -> Iterator[Overlap]:
     """Decide which overlaps ``run`` can have; ``connections`` is what CUDA_DEVICE_MAX_CONNECTIONS will be (None: unset)."""
     bucket, how = _bucket_obstacle(run), run.execution
     sharded = "" if how.distributed_optimizer or how.fsdp else "it needs --use-distributed-optimizer"
@@ -72,13 +73,11 @@ def overlap_contract(run: Run, connections: str | None) -> tuple[Overlap, ...]:
         ("shared expert", SHARED_OVERLAP, how.overlap_shared_expert, experts),
         ("tensor-parallel", "--tp-comm-overlap", how.tp_comm_overlap, tensor),
     )
-    overlaps = []
     for name, flag, requested, obstacles in rows:
         against = [f"it is not asked for ({flag})"] if not requested else [why for why in obstacles if why]
         against = ["a CPU has no streams"] if run.device != "cuda" else against
         reason = "; ".join(against) or "possible"
-        overlaps.append(Overlap(name=name, asked=requested, possible=not against, reason=reason))
-    return tuple(overlaps)
+        yield Overlap(name=name, asked=requested, possible=not against, reason=reason)
 
 
 def _bucket_obstacle(run: Run) -> str:

@@ -312,15 +312,13 @@ def addresses(name: str) -> set[str]:
         return set()
 
 
-def _differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return one line per name whose value is not the same on all ranks: the values, the rarest first, with their ranks."""
-    lines = []
+def _differences(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield one line per name whose value is not the same on all ranks: the values, the rarest first, with their ranks."""
     for name in dict.fromkeys(name for facts in of_ranks for name in facts):
         holders = _grouped({rank: facts.get(name, "not set") for rank, facts in enumerate(of_ranks)})
         if len(holders) > 1:
             rarest = sorted(holders.items(), key=lambda item: len(item[1]))
-            lines.append(f"{name}: " + "; ".join(f"{value} on {_named(ranks)}" for value, ranks in rarest))
-    return lines
+            yield f"{name}: " + "; ".join(f"{value} on {_named(ranks)}" for value, ranks in rarest)
 
 
 def _grouped(value_of: Mapping[int, str]) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,14 +208,13 @@ def page(profile: Mapping[str, Any]) -> str:
     def a_step(ns: int) -> str:
         return f"{ns / 1e6 / steps:.3f}"
 
-    def rows(what: str) -> list[str]:
+    def rows(what: str) -> Iterator[str]:
         heads = "".join(f"{_HEADS[column]:>{_WIDTH}}" for column in columns)
-        lines = [f"{what:<14}{'total':>{_WIDTH}}{'share':>8}{heads}"]
+        yield f"{what:<14}{'total':>{_WIDTH}}{'share':>8}{heads}"
         for name, row in profile.get({"family": "families", "layer": "layers", "part": "parts"}[what], {}).items():
             cells = "".join(f"{a_step(row[f'{column}_ns']):>{_WIDTH}}" for column in columns)
             share = "" if row["share"] is None else f"{row['share']:.1%}"
-            lines.append(f"{name:<14}{a_step(row['total_ns']):>{_WIDTH}}{share:>8}{cells}")
-        return lines
+            yield f"{name:<14}{a_step(row['total_ns']):>{_WIDTH}}{share:>8}{cells}"
 
     lines = [
         f"profile of steps {first} to {last}, rank {profile['rank']}, {profile['device']}: "

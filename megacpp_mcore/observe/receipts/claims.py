@@ -9,7 +9,7 @@ another environment are named in the claim itself, as no receipt shows what they
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -407,31 +407,29 @@ def _differences(both: _Both) -> tuple[Line, ...]:
     )
 
 
-def _clauses(differences: Sequence[Line], both: _Both) -> list[str]:
+def _clauses(differences: Sequence[Line], both: _Both) -> Iterator[str]:
     """Word a claim's clauses about other software, and about costly options that only one run had on."""
-    clauses = []
     for line in differences:
         if line.key in _SOFTWARE:
-            clauses.append(f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key])
+            yield f"of {line.key} not known to be the same" if line.same is None else _SOFTWARE[line.key]
         elif line.key == "experimental_taxes" and line.same is False:
             losses = ["not known" if values["loss.last"] is None else f"{values['loss.last']:.4f}" for values in both]
-            clauses.append(f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B")
-    return clauses
+            yield f"the price of {line.describe()}, last loss {losses[0]} in A, {losses[1]} in B"
 
 
-def _own_refusals(name: str, values: Mapping[str, Any]) -> list[str]:
+def _own_refusals(name: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Say why one receipt by itself supports no claim, apart from its disqualifiers."""
-    refusals = [f"{name} could not be judged for {entry['name']}: {entry['reason']}" for entry in values["unjudged"]]
+    for entry in values["unjudged"]:
+        yield f"{name} could not be judged for {entry['name']}: {entry['reason']}"
     if values["status"] != "finished":
-        refusals.append(f"{name} has not finished: its status is {values['status']}")
+        yield f"{name} has not finished: its status is {values['status']}"
     recorded, expected = len(values["ranks.found"]), values["ranks.expected"]
     if recorded != expected:
-        refusals.append(f"{name} has facts of {recorded} ranks; expected {expected}")
+        yield f"{name} has facts of {recorded} ranks; expected {expected}"
     if (steps := values["step_time.n"] or 0) < STEADY_STEPS:
-        refusals.append(f"{name} has {steps} measured steps; expected {STEADY_STEPS} or more")
+        yield f"{name} has {steps} measured steps; expected {STEADY_STEPS} or more"
     if values["throughput.tokens_per_s"] is None:
-        refusals.append(f"{name} has no tokens/s: {why_unknown('throughput.tokens_per_s', values['unknown'])}")
-    return refusals
+        yield f"{name} has no tokens/s: {why_unknown('throughput.tokens_per_s', values['unknown'])}"
 
 
 def _ratio(both: _Both, path: str) -> float | None:

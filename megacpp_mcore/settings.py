@@ -213,8 +213,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 problem = "is given twice" if isinstance(key, str) else "is not a name"
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} {problem}", key_node.start_mark)
             seen.add(key)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+        return super().construct_mapping(node, deep)
 
 
 def load(path: str | os.PathLike[str]) -> PluginConfig:

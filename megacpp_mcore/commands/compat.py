@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         print("\n".join(_fingerprints(report) if args.write else _text(report)))
-    status: int = report["status"]
-    return status
+    return report["status"]
 
 
 def _trained(root: Path, model_class: str) -> list[str]:

@@ -120,8 +120,7 @@ def parsed(add_options: Callable[[ArgumentParser], ArgumentParser]) -> Namespace
     """Parse ``sys.argv`` as stock Megatron does, with a script's own options: of a checkpoint only the weights are loaded."""
     from megatron.training.arguments import parse_and_validate_args
 
-    args: Namespace = parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
-    return args
+    return parse_and_validate_args(add_options, args_defaults={"no_load_optim": True, "no_load_rng": True})
 
 
 def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:

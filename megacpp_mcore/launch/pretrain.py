@@ -298,13 +298,12 @@ def _reads_data(args: Namespace, vp_stage: int | None) -> bool:
 
 def _has_mtp(args: Namespace, vp_stage: int | None) -> bool:
     config = core_transformer_config_from_args(args)
-    has_mtp: bool = mtp_on_this_rank(
+    return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
         mtp_num_layers=config.mtp_num_layers,
         ignore_virtual=False,
         vp_stage=vp_stage,
     )
-    return has_mtp
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import psutil
 
-from megacpp_mcore.util import compilation
+from megacpp_mcore.util.stand_in import stand_in
 
 
 class Phase(enum.StrEnum):
@@ -125,6 +127,55 @@ def process_age_ns() -> int:
     return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - round(since_boot_s * 1e9))
 
 
-def compilation_timed(clock: Clock) -> AbstractContextManager[None]:
-    """Until the context ends, charge compilations, which a repeated step would not need, to ``compile`` or ``jit``."""
-    return compilation.watched(lambda kind: clock.enter(Phase(kind)), lambda kind: clock.leave(Phase(kind)))
+@contextlib.contextmanager
+def compilation_timed(clock: Clock) -> Iterator[None]:
+    """Until the context ends, charge compilations, which a repeated step would not need, to ``compile`` or ``jit``.
+
+    torch's compilation callbacks enclose tracing, Inductor and the deferred compilation of a backward pass (torch 2.11,
+    ``torch/_dynamo/callback.py``). Triton's hooks enclose the compilation of a kernel (Triton 3.6, ``knobs.runtime``), and its
+    autotuner's benchmark of a configuration is wrapped. Hooks that are already installed are called, too.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    def on_start(_: Any) -> None:
+        clock.enter(Phase.COMPILE)
+
+    def on_end(_: Any) -> None:
+        clock.leave(Phase.COMPILE)
+
+    callback_handler.register_start_callback(on_start)
+    callback_handler.register_end_callback(on_end)
+    try:
+        with contextlib.ExitStack() as stack:
+            if importlib.util.find_spec("triton") is not None:
+                _time_triton(clock, stack)
+            yield
+    finally:
+        for callbacks, ours in ((callback_handler.start_callbacks, on_start), (callback_handler.end_callbacks, on_end)):
+            if ours in callbacks:  # torch._dynamo.reset() removes all
+                callbacks.remove(ours)
+
+
+def _time_triton(clock: Clock, stack: contextlib.ExitStack) -> None:
+    from triton import knobs
+    from triton.runtime.autotuner import Autotuner
+
+    before, after = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+
+    def on_start(*args: Any, **kwargs: Any) -> Any:
+        cached = before(*args, **kwargs) if before is not None else None
+        if not cached:  # otherwise the existing hook has it in its own cache, and nothing is compiled
+            clock.enter(Phase.JIT)
+        return cached
+
+    def on_end(*args: Any, **kwargs: Any) -> Any:
+        clock.leave(Phase.JIT)
+        return after(*args, **kwargs) if after is not None else None
+
+    def tune(bench: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with clock.within(Phase.JIT):
+            return bench(*args, **kwargs)
+
+    stack.enter_context(mock.patch.object(knobs.runtime, "jit_cache_hook", on_start))
+    stack.enter_context(mock.patch.object(knobs.runtime, "jit_post_compile_hook", on_end))
+    stack.enter_context(stand_in(Autotuner, "_bench", tune))

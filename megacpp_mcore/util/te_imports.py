@@ -86,8 +86,7 @@ def configure(features: Features | None, source: str = "") -> None:
 
 def features() -> Features:
     """Return the switches of this process."""
-    current: Features = _switches["features"]
-    return current
+    return _switches["features"]
 
 
 def disabled() -> str:

@@ -16,7 +16,6 @@ from megacpp_mcore.policy import values as policy_values
 from megacpp_mcore.policy.overlap import Overlap, overlap_contract
 from megacpp_mcore.policy.values import RECIPE, USER, Value
 from megacpp_mcore.settings import ExperimentalTaxes, Observability, PluginConfig, SpeedDefaults
-from megacpp_mcore.util.host import compile_disabled_by
 
 COMPILED = {"mode": "off", "warm_up": "skipped", "reason": "kernels replace what was compiled", "precompile": False}
 """What is compiled before step 1, as receipts record it: nothing.
@@ -124,10 +123,7 @@ def resolve(
             *policy_values.caches(run, lookup, speed),
             *policy_values.cudnn(run, lookup),
             policy_values.blocking(lookup, taxes),
-            *(
-                Value(name=name, value="1", source=USER, note="torch.compile does nothing")
-                for name in compile_disabled_by(environment)
-            ),
+            *policy_values.compile_switches(lookup),
             *policy_values.logs(lookup, observability),
             policy_values.recompute(run, families, given="recompute" in configured, arguments=arguments),
             policy_values.graphs(run, arguments),

@@ -236,6 +236,13 @@ def blocking(lookup: Lookup, taxes: ExperimentalTaxes) -> Value:
     return lookup.find(name, default=default, note="1 makes every launch wait", refused=refused)
 
 
+def compile_switches(lookup: Lookup) -> Iterator[Value]:
+    """List the variables that turn torch.compile off."""
+    for name in host.DISABLING:
+        if lookup.environment.get(name) == "1":
+            yield Value(name=name, value="1", source=USER, note="torch.compile does nothing")
+
+
 def logs(lookup: Lookup, observability: Observability) -> Iterator[Value]:
     """List TORCH_LOGS if it overrides ``observability.recompiles``: torch then takes no other log setting."""
     if not (lookup.launched and observability.recompiles and TORCH_LOGS in lookup.environment):

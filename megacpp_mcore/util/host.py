@@ -10,7 +10,6 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import megacpp_mcore
@@ -22,14 +21,8 @@ _DISTRIBUTIONS = (
 CPU_FACTS = Path("/proc/cpuinfo")
 """Linux's processor description; :func:`platform.processor` is empty there."""
 
-
 DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Variables that turn torch.compile off when they are 1 (torch 2.11: ``_dynamo/eval_frame.py`` and ``_dynamo/config.py``)."""
-
-
-def compile_disabled_by(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the variables of ``environment`` that turn torch.compile off."""
-    return tuple(name for name in DISABLING if environment.get(name) == "1")
 
 
 def version(distribution: str) -> str | None:

@@ -65,8 +65,10 @@ _OF_RUN: dict[str, Mapping[str, Any]] = {
         "help": "launch (default): the script by megacpp-mcore launch, which checks data and GPUs first and prints the launch "
                 "policy; wheel: the same without a script; bare: only the script, under torchrun",
     },
-    "nodes": {**_NUMBER, "help": "hosts (default: 1)"},
-    "gpus-per-node": {**_NUMBER, "help": "default: what the layout needs, spread over the nodes"},
+    "nodes": {"type": flags.positive, "metavar": "N", "help": "hosts (default: 1)"},
+    "gpus-per-node": {
+        "type": flags.positive, "metavar": "N", "help": "default: what the layout needs, spread over the nodes"
+    },
     "data": {"metavar": "PREFIX", "help": "dataset prefix; default: the shell variable DATA_PREFIX"},
     "tokenizer": {"metavar": "DIR", "help": "Hugging Face tokenizer folder; default: bytes or ids as they are"},
 }  # fmt: skip
@@ -370,11 +372,7 @@ def _once(args: argparse.Namespace, values: Mapping[str, Any], fields: Mapping[s
 
 def _processes(args: argparse.Namespace, layout: Layout, training: Training, usual: int) -> tuple[int, int]:
     """Return nodes and processes per node, checked against layout and batch; default: ``usual``, or the fewest possible."""
-    nodes = 1 if args.nodes is None else args.nodes
-    least = layout.processes
-    for name, value in (("nodes", nodes), ("gpus-per-node", args.gpus_per_node)):
-        if value is not None and value < 1:
-            raise LaunchError(f"--{name} is {value}; expected 1 or more")
+    nodes, least = args.nodes or 1, layout.processes
     wanted = least if usual % least else usual
     if args.gpus_per_node is None and wanted % nodes:
         raise LaunchError(f"{wanted} processes do not spread evenly over {nodes} nodes; set --gpus-per-node")

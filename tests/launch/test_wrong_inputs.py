@@ -44,7 +44,7 @@ AT_THE_COMMAND_LINE = [
     (f"{EMIT} --set hidden_size=64", "add --settings FILE"),
     (f"{EMIT} --set hidden_size=64 --settings afile", "choose another file, or add --overwrite"),
     (f"{EMIT} --global-batch-size 3 --micro-batch-size 2", "change --global-batch-size or --micro-batch-size"),
-    (f"{EMIT} --nodes 0", "--nodes is 0; expected 1 or more"),
+    (f"{EMIT} --nodes 0", "--nodes: found '0', expected a whole number, 1 or more"),
     (f"{EMIT} --lr nan", "error: --lr is nan"),
     (f"{EMIT} --train-iters -5", "--train-iters is -5"),
     (f"{EMIT} --set clip_grad=-1", "error: clip_grad is -1.0"),

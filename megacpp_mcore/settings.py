@@ -24,10 +24,11 @@ or, for a stock DSA model with the patch dsa-index-cache, only this key::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +38,7 @@ import yaml
 
 from megacpp_mcore.backends import Dispatcher
 from megacpp_mcore.backends.vendor_switches import Vendors
-from megacpp_mcore.errors import BackendError, ConfigFileError, LaunchError, ModelError, PatternError
+from megacpp_mcore.errors import ConfigFileError, LaunchError, MegacppError
 from megacpp_mcore.model import Model, preset, with_overrides
 from megacpp_mcore.model.pattern import FULL_INDEX, SHARED_INDEX
 from megacpp_mcore.model.recipes import Recipe
@@ -223,42 +224,38 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
         ConfigFileError: the file cannot be read, is not YAML, or has an unknown key or value.
     """
     file = Path(path)
-    content = _read_mapping(file)
-    if _INDEX_CACHE in content:
-        raise ConfigFileError(
-            f"{file}: {_INDEX_CACHE!r} is for stock DSA models, and has to be the only key; a model of this package has "
-            "its schedule in overrides: {dsa: {schedule: ...}}"
-        )
-    name = content.get("model")
-    if not isinstance(name, str):
-        raise ConfigFileError(f"{file}: 'model' is {name!r}; expected the name of a preset, such as nam56r_tiny")
-    overrides = _mapping(file, content, "overrides")
-    backends = _mapping(file, content, "backends")
-    for op, backend in backends.items():
-        if not isinstance(backend, str):
-            raise ConfigFileError(f"{file}: backends.{op} is {backend!r}; expected the name of a backend, or auto")
-    try:
-        model = with_overrides(preset(name), overrides, where="overrides")
+    with _named(file):
+        content = _read_mapping(file)
+        if _INDEX_CACHE in content:
+            raise ConfigFileError(
+                f"{_INDEX_CACHE!r} is for stock DSA models, and has to be the only key; a model of this package has its "
+                "schedule in overrides: {dsa: {schedule: ...}}"
+            )
+        name = content.get("model")
+        if not isinstance(name, str):
+            raise ConfigFileError(f"'model' is {name!r}; expected the name of a preset, such as nam56r_tiny")
+        backends = _mapping(content, "backends")
+        for op, backend in backends.items():
+            if not isinstance(backend, str):
+                raise ConfigFileError(f"backends.{op} is {backend!r}; expected the name of a backend, or auto")
         Dispatcher(backends)  # refuses unknown ops and backends
-    except (ModelError, PatternError, BackendError) as error:
-        raise ConfigFileError(f"{file}: {error}") from error
-    if (mode := content.get("compile", "off")) not in ("off", False):  # YAML reads off as false
-        none = ", and there is nothing to compile: kernels replace the regions on GPUs" if mode == "regional" else ""
-        raise ConfigFileError(f"{file}: 'compile' is {mode!r}{none}; write off, or leave it out")
-    documents = content.get("max_documents")
-    if documents is not None and (type(documents) is not int or documents < 1):
-        raise ConfigFileError(f"{file}: 'max_documents' is {documents!r}; expected a whole number above 0")
-    configured = {f"{key}.{name}" for key in _GROUPS for name in _mapping(file, content, key)}
-    return PluginConfig(
-        path=file,
-        preset=name,
-        model=model,
-        backends=MappingProxyType(dict(backends)),
-        recompute=_recompute(file, content),
-        max_documents=documents,
-        **{key: _group(file, content, key, kind) for key, kind in _GROUPS.items()},
-        given=frozenset(configured | ({"recompute"} & content.keys())),
-    )
+        if (mode := content.get("compile", "off")) not in ("off", False):  # YAML reads off as false
+            none = ", and there is nothing to compile: kernels replace the regions on GPUs"
+            raise ConfigFileError(f"'compile' is {mode!r}{none * (mode == 'regional')}; write off, or leave it out")
+        documents = content.get("max_documents")
+        if documents is not None and (type(documents) is not int or documents < 1):
+            raise ConfigFileError(f"'max_documents' is {documents!r}; expected a whole number above 0")
+        configured = {f"{key}.{name}" for key in _GROUPS for name in _mapping(content, key)}
+        return PluginConfig(
+            path=file,
+            preset=name,
+            model=with_overrides(preset(name), _mapping(content, "overrides"), where="overrides"),
+            backends=MappingProxyType(dict(backends)),
+            recompute=_recompute(content),
+            max_documents=documents,
+            **{key: _group(content, key, kind) for key, kind in _GROUPS.items()},
+            given=frozenset(configured | ({"recompute"} & content.keys())),
+        )
 
 
 def from_environment() -> PluginConfig | None:
@@ -294,18 +291,20 @@ def load_index_schedule(path: str | os.PathLike[str]) -> IndexSchedule | None:
         ConfigFileError: as :func:`load`, or the schedule is invalid.
     """
     file = Path(path)
-    content = _read_mapping(file)
-    if set(content) != {_INDEX_CACHE}:
-        load(file)  # refuses dsa_index_cache together with other keys
-        return None
-    value = content[_INDEX_CACHE]
-    schedule = value.get("schedule") if isinstance(value, Mapping) and len(value) == 1 else None
-    if not isinstance(schedule, str) or not re.fullmatch(f"{FULL_INDEX}[{FULL_INDEX}{SHARED_INDEX}]*", schedule):
-        raise ConfigFileError(
-            f"{file}: {_INDEX_CACHE!r} is {value!r}; expected {{schedule: FSSFSS}}, with 'F' (Full: runs the indexer) or 'S' "
-            "(Shared: attends to the indices of the nearest Full layer below) for each layer, the first one Full"
-        )
-    return IndexSchedule(file, schedule)
+    with _named(file):
+        content = _read_mapping(file)
+        if set(content) == {_INDEX_CACHE}:
+            value = content[_INDEX_CACHE]
+            schedule = value.get("schedule") if isinstance(value, Mapping) and len(value) == 1 else None
+            roles = f"{FULL_INDEX}[{FULL_INDEX}{SHARED_INDEX}]*"
+            if not isinstance(schedule, str) or not re.fullmatch(roles, schedule):
+                raise ConfigFileError(
+                    f"{_INDEX_CACHE!r} is {value!r}; expected {{schedule: FSSFSS}}, with 'F' (Full: runs the indexer) or 'S' "
+                    "(Shared: attends to the indices of the nearest Full layer below) for each layer, the first one Full"
+                )
+            return IndexSchedule(file, schedule)
+    load(file)  # refuses dsa_index_cache together with other keys
+    return None
 
 
 def index_schedule_from_environment() -> IndexSchedule | None:
@@ -314,56 +313,59 @@ def index_schedule_from_environment() -> IndexSchedule | None:
     return load_index_schedule(path) if path else None
 
 
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Within the context, put the name of ``file`` before every error about its content."""
+    try:
+        yield
+    except (MegacppError, schema.SchemaError) as error:
+        raise ConfigFileError(f"{file}: {error}") from error
+
+
 def _read_mapping(file: Path) -> Mapping[str, Any]:
     """Read ``file``, a mapping whose keys are all in :data:`_KEYS`."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigFileError(f"{file}: cannot be read ({error}); {VARIABLE} has to name a YAML file") from error
+        raise ConfigFileError(f"cannot be read ({error}); {VARIABLE} has to name a YAML file") from error
     try:
         content = _UniqueKeyLoader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # bad dates or numbers; endless brackets
-        raise ConfigFileError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigFileError(f"not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
-        raise ConfigFileError(f"{file}: found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
+        raise ConfigFileError(f"found {type(content).__name__}; expected a mapping with {', '.join(_KEYS)}")
     for key in content:
         if key not in _KEYS:
-            raise ConfigFileError(f"{file}: unknown key {key!r}; {nearest(key, _KEYS)}")
+            raise ConfigFileError(f"unknown key {key!r}; {nearest(key, _KEYS)}")
     return content
 
 
-def _recompute(file: Path, content: Mapping[str, Any]) -> Recompute:
+def _recompute(content: Mapping[str, Any]) -> Recompute:
     """Return the families that the file lists under ``recompute``."""
     value = content.get("recompute")
     value = [] if value is None else value
     if not isinstance(value, list) or len(value) != len({str(name) for name in value}):
         raise ConfigFileError(
-            f"{file}: 'recompute' is {value!r}; expected a list of different names, of {', '.join(RECOMPUTED)}"
+            f"'recompute' is {value!r}; expected a list of different names, of {', '.join(RECOMPUTED)}"
         )
     for name in value:
         if name not in RECOMPUTED:
-            raise ConfigFileError(f"{file}: recompute names {name!r}; {nearest(name, RECOMPUTED)}")
+            raise ConfigFileError(f"recompute names {name!r}; {nearest(name, RECOMPUTED)}")
     return Recompute(**dict.fromkeys(value, True))
 
 
-def _group(file: Path, content: Mapping[str, Any], key: str, kind: type) -> Any:
+def _group(content: Mapping[str, Any], key: str, kind: type) -> Any:
     """Return the group ``key`` of the file as a ``kind``, whose fields are its keys."""
-    values = _mapping(file, content, key)
-    try:
-        group = schema.replace(kind(), values, key)
-    except schema.SchemaError as error:
-        raise ConfigFileError(f"{file}: {error}") from error
+    values = _mapping(content, key)
+    group = schema.replace(kind(), values, key)
     for name, value in values.items():
         fits, expected = _VALUES.get(name, (lambda _: True, ""))
         if type(value) in (int, float) and not value > 0:
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected a number above 0")
+            raise ConfigFileError(f"{key}.{name} is {value!r}; expected a number above 0")
         if not fits(value):
-            raise ConfigFileError(f"{file}: {key}.{name} is {value!r}; expected {expected}")
+            raise ConfigFileError(f"{key}.{name} is {value!r}; expected {expected}")
         if name == "profile" and value is not None:
-            try:
-                parse_steps(str(value))
-            except LaunchError as error:
-                raise ConfigFileError(f"{file}: {key}.{name}: {error}") from error
+            parse_steps(str(value))
     return group
 
 
@@ -380,10 +382,10 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _mapping(file: Path, content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = content.get(key)
     if value is None:  # the key is missing or has no value
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigFileError(f"{file}: {key!r} is {value!r}; expected a mapping")
+        raise ConfigFileError(f"{key!r} is {value!r}; expected a mapping")
     return value

@@ -25,9 +25,8 @@ def add_parser(subparsers: Any) -> None:
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
     target = schedule.add_mutually_exclusive_group(required=True)
     target.add_argument("--schedule", help="one of - W F S for each A layer, tiled: -FSFF")
-    target.add_argument(
-        "--to", metavar="MODEL", help="the model to continue as: a preset such as nam56r_long, or a settings file"
-    )
+    longer = "the model to continue as: a preset such as nam56r_long, or a settings file"
+    target.add_argument("--to", metavar="MODEL", help=longer)
     words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
     export = actions.add_parser("export", help=words, description=words)
     export.add_argument("old", metavar="CHECKPOINT", help=old)
@@ -35,9 +34,7 @@ def add_parser(subparsers: Any) -> None:
     export.add_argument("--tokenizer", metavar="FOLDER", help="a Hugging Face tokenizer (default: bytes)")
     most = "maximum size of a file (default: 4000000000)"
     export.add_argument("--shard-bytes", type=positive, default=4 * 10**9, metavar="N", help=most)
-    words = (
-        "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer starts fresh"
-    )
+    words = "write the weights in an exported FOLDER to CHECKPOINT, for --load and --finetune; the optimizer is new"
     load = actions.add_parser("import", help=words, description=words)
     load.add_argument("old", metavar="FOLDER", help="an exported folder, or what save_pretrained wrote")
     load.add_argument("new", metavar="CHECKPOINT", help="a folder that does not exist yet, for --load")

@@ -125,28 +125,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_launch(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "launch",
-        help="run a stock Megatron script, or the stock loop of the wheel",
-        usage="megacpp-mcore launch [--device DEVICE] [--nproc N] [--allow-spec-from PACKAGE] [--patch NAME] "
-        "[--observe DIR | --no-observe] [--profile FIRST-LAST] [--verbose] "
-        "-- [script.py] ARGUMENTS",
-    )
-    parser.add_argument(
-        "--device", choices=launch_plan.DEVICES, default="auto", help="auto uses the CPU when there is no GPU"
-    )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
-    parser.add_argument(
-        "--allow-spec-from",
-        action="append",
-        default=[],
-        metavar="PACKAGE",
-        help=f"a package that --spec may import from, in addition to {' and '.join(launch_plan.ALLOWED_SPEC_PREFIXES)}",
-    )
-    parser.add_argument(
-        "--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="leave Megatron's output on the console, not in a file")
+    words = "run a stock Megatron script, or the stock loop of the wheel"
+    parser = subparsers.add_parser("launch", help=words, usage="%(prog)s [OPTIONS] -- [script.py] ARGUMENTS")
+    add = parser.add_argument
+    add("--device", choices=launch_plan.DEVICES, default="auto", help="auto uses the CPU when there is no GPU")
+    add("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    package = f"a package that --spec may import from, besides {' and '.join(launch_plan.ALLOWED_SPEC_PREFIXES)}"
+    add("--allow-spec-from", action="append", default=[], metavar="PACKAGE", help=package)
+    add("--patch", action="append", default=[], metavar="NAME", help="apply a patch to the run (see `patch list`)")
+    add("--verbose", action="store_true", help="leave Megatron's output on the console, not in a file")
     launcher.Recording.add_arguments(parser)
     parser.set_defaults(run=_launch)
 

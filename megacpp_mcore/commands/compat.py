@@ -32,18 +32,12 @@ def add_parser(subparsers: Any) -> None:
     words = "compare a Megatron checkout with the sources that patches and layers were written for; changes nothing"
     statuses = "Exit status: 0 fits, 1 fingerprints to add, 2 code to review (or a wrong request), 3 broken."
     parser = subparsers.add_parser("compat", help=words, description=words, epilog=statuses)
-    parser.add_argument("--checkout", metavar="DIR", required=True, help="the root of a Megatron-LM checkout")
-    parser.add_argument(
-        "--since",
-        metavar="TAG",
-        help=f"the tag to compare with (default: {versions.CHECKOUT_TAG}, or the installed Megatron)",
-    )
-    parser.add_argument(
-        "--run",
-        action="store_true",
-        dest="train",
-        help=f"also train {STEPS} steps of nam56r_tiny on the CPU, of both model classes",
-    )
+    add = parser.add_argument
+    add("--checkout", metavar="DIR", required=True, help="the root of a Megatron-LM checkout")
+    tag = f"the tag to compare with (default: {versions.CHECKOUT_TAG}, or the installed Megatron)"
+    add("--since", metavar="TAG", help=tag)
+    training = f"also train {STEPS} steps of nam56r_tiny on the CPU, of both model classes"
+    add("--run", action="store_true", dest="train", help=training)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--write", action="store_true", help="print fingerprints to paste into the patches' records")

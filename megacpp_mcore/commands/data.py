@@ -33,9 +33,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace existing datasets")
     errors = "what to do with text that cannot be decoded: stop, or list it in the manifest (default: strict)"
     add("--errors", choices=("strict", "skip"), default="strict", help=errors)
-    verify = actions.add_parser(
-        "verify", help="check datasets against their manifests; lists all problems and then exits with 1"
-    )
+    words = "check datasets against their manifests; lists all problems and then exits with 1"
+    verify = actions.add_parser("verify", help=words)
     add = verify.add_argument
     add("prefixes", nargs="+", metavar="PREFIX", help="paths of datasets without suffix")
     add("--adopt", action="store_true", help="write a manifest for datasets that another tool made")

@@ -76,9 +76,8 @@ _OF_RUN: dict[str, Mapping[str, Any]] = {
 
 def add_parser(subparsers: Any) -> None:
     """Add ``recipe`` to the command line."""
-    parser = subparsers.add_parser(
-        "recipe", help="list the models, show one, or print the stock command that trains it"
-    )
+    words = "list the models, show one, or print the stock command that trains it"
+    parser = subparsers.add_parser("recipe", help=words)
     actions = parser.add_subparsers(dest="action", required=True)
     listing = actions.add_parser("list", help="one line a model, then one a recipe")
     listing.add_argument("--markdown", action="store_true", help="print the page docs/model-card.md")
@@ -89,23 +88,15 @@ def add_parser(subparsers: Any) -> None:
         action.add_argument("name")
         _add_set(action, "model values to override")
     add_flops_arguments(flops_parser)
-    memory_parser.add_argument(
-        "--gpu-gb", type=flags.not_negative, default=H200_GB, help="of the GPU, in 10^9 bytes (default: an H200)"
-    )
+    add = memory_parser.add_argument
+    add("--gpu-gb", type=flags.not_negative, default=H200_GB, help="of the GPU, in 10^9 bytes (default: an H200)")
     for wanted, what in (("gpus", "GPUs"), ("context", "context parallelism"), ("micro-batch-size", "rows of one")):
-        memory_parser.add_argument(
-            f"--{wanted}", type=flags.positive, metavar="N", help=f"{what}; default: 1, or the recipe's"
-        )
+        add(f"--{wanted}", type=flags.positive, metavar="N", help=f"{what}; default: 1, or the recipe's")
     usage = "%(prog)s NAME [OPTIONS] [-- ARGUMENTS of Megatron]"
     emit = actions.add_parser("emit", help="the complete stock Megatron command for a model", usage=usage)
     emit.add_argument("name", help="the model or recipe")
-    emit.add_argument(
-        "--as",
-        dest="form",
-        choices=(*_FORMS, "slurm"),
-        default="cli",
-        help="a shell command, a YAML file, an sbatch script, or only the arguments, one word a line",
-    )
+    forms = "a shell command, a YAML file, an sbatch script, or only the arguments, one word a line"
+    emit.add_argument("--as", dest="form", choices=(*_FORMS, "slurm"), default="cli", help=forms)
     _add_set(emit, "model, layout and run values to override")
     of_training = {name: options for name, (_, options) in _OF_TRAINING.items()}
     for name, options in (_OF_RUN | _OF_LAYOUT | of_training).items():  # each is None unless used
@@ -418,20 +409,14 @@ def _write_settings(
 
 def add_flops_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``recipe flops``; recompute is spelled as in Megatron and in our file."""
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
-    parser.add_argument("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")
-    parser.add_argument("--recompute-method", choices=("uniform", "block"), help="as in Megatron")
-    parser.add_argument("--recompute-num-layers", type=int, metavar="N", help="as in Megatron, of one pipeline stage")
-    parser.add_argument("--recompute-modules", nargs="+", choices=MODULES, metavar="NAME", help="as in Megatron")
-    parser.add_argument(
-        "--recompute",
-        nargs="+",
-        choices=RECOMPUTED,
-        default=[],
-        metavar="FAMILY",
-        help=f"ours: {', '.join(RECOMPUTED)}",
-    )
-    parser.add_argument("--json", action="store_true", help="the counts of one sequence as JSON, as receipts keep them")
+    add, ours = parser.add_argument, f"ours: {', '.join(RECOMPUTED)}"
+    add("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
+    add("--recompute-granularity", choices=("full", "selective"), help="as in Megatron")
+    add("--recompute-method", choices=("uniform", "block"), help="as in Megatron")
+    add("--recompute-num-layers", type=int, metavar="N", help="as in Megatron, of one pipeline stage")
+    add("--recompute-modules", nargs="+", choices=MODULES, metavar="NAME", help="as in Megatron")
+    add("--recompute", nargs="+", choices=RECOMPUTED, default=[], metavar="FAMILY", help=ours)
+    add("--json", action="store_true", help="the counts of one sequence as JSON, as receipts keep them")
 
 
 def counted(model: Model, args: argparse.Namespace) -> str:

@@ -43,9 +43,8 @@ def add_parser(subparsers: Any) -> None:
         ("--declare", "NAME", f"a disqualifier that both carry, to be stated in the claim: {', '.join(DISQUALIFIERS)}"),
     ):
         comparing.add_argument(option, action="append", default=[], metavar=metavar, help=words)
-    noise = (
-        f"run-to-run spread in %%, if measured (default: {100 * NOISE:.0f}, in CUDA graphs {100 * NOISE_IN_GRAPHS:.0f})"
-    )
+    usual = f"default: {100 * NOISE:.0f}, in CUDA graphs {100 * NOISE_IN_GRAPHS:.0f}"
+    noise = f"run-to-run spread in %%, if measured ({usual})"
     comparing.add_argument("--noise", type=float, metavar="PERCENT", help=noise)
     where = actions.add_parser("goodput", help="how every rank spent its wall time")
     where.add_argument("run_folder", metavar="RUN", help="the folder of a run")

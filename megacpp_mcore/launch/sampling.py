@@ -73,12 +73,10 @@ def streamed(prompt: Sequence[int], ids: Iterable[int], decode: Callable[[Sequen
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--prompt", type=flags.utf8, default="def ", help="text to continue (default: 'def ')")
-    group.add_argument("--tokens", type=flags.positive, default=200, metavar="N", help="tokens at most (default: 200)")
-    group.add_argument(
-        "--temperature", type=flags.not_negative, default=0.8, help="0: the likeliest token (default: 0.8)"
-    )
+    add = parser.add_argument_group("sampling").add_argument
+    add("--prompt", type=flags.utf8, default="def ", help="text to continue (default: 'def ')")
+    add("--tokens", type=flags.positive, default=200, metavar="N", help="tokens at most (default: 200)")
+    add("--temperature", type=flags.not_negative, default=0.8, help="0: the likeliest token (default: 0.8)")
     return parser
 
 

@@ -119,19 +119,12 @@ def advice(schedules: Schedules, rounds: Sequence[Round], tolerance: float) -> s
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
-    group = parser.add_argument_group("advice")
-    group.add_argument("--heldout", required=True, metavar="PREFIX", help="byte dataset to score on")
-    group.add_argument(
-        "--tokens", type=flags.positive, default=65536, metavar="N", help="its first N tokens (default: 65536)"
-    )
-    group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help="windows at a time (default: 8)")
-    group.add_argument(
-        "--tolerance",
-        type=flags.not_negative,
-        default=1e-3,
-        metavar="X",
-        help="rise of the loss to accept (default: 0.001)",
-    )
+    add = parser.add_argument_group("advice").add_argument
+    add("--heldout", required=True, metavar="PREFIX", help="byte dataset to score on")
+    add("--tokens", type=flags.positive, default=65536, metavar="N", help="its first N tokens (default: 65536)")
+    add("--batch", type=flags.positive, default=8, metavar="W", help="windows at a time (default: 8)")
+    rise = "rise of the loss to accept (default: 0.001)"
+    add("--tolerance", type=flags.not_negative, default=1e-3, metavar="X", help=rise)
     return parser
 
 

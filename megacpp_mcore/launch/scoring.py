@@ -21,14 +21,11 @@ from megacpp_mcore.util import console, flags
 
 def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
-    group = parser.add_argument_group("score")
-    group.add_argument(
-        "--heldout", required=True, metavar="PREFIX", help="dataset of the model's tokenizer to score on"
-    )
-    group.add_argument("--tokens", type=flags.positive, metavar="N", help="its first N tokens only (default: all)")
-    batch = "windows at a time, of a replica (default: 8)"
-    group.add_argument("--batch", type=flags.positive, default=8, metavar="W", help=batch)
-    group.add_argument("--output", type=flags.output, metavar="FILE", help="JSON file for the result")
+    add = parser.add_argument_group("score").add_argument
+    add("--heldout", required=True, metavar="PREFIX", help="dataset of the model's tokenizer to score on")
+    add("--tokens", type=flags.positive, metavar="N", help="its first N tokens only (default: all)")
+    add("--batch", type=flags.positive, default=8, metavar="W", help="windows at a time, of a replica (default: 8)")
+    add("--output", type=flags.output, metavar="FILE", help="JSON file for the result")
     return parser
 
 

@@ -413,24 +413,24 @@ def _step(findings: Sequence[Finding], time_limit_s: float | None) -> Finding:
     return Finding(STEP, BROKEN if problems else WORKS, None, reason, bool(problems), details)
 
 
-def _configure() -> Finding | None:
-    """Apply the switches in the file of ``MEGACPP_CONFIG``, if set; return a finding if it cannot be read."""
-    try:
-        file = None if settings.index_schedule_from_environment() is not None else settings.from_environment()
-    except ConfigFileError as error:
-        return Finding("MEGACPP_CONFIG", BROKEN, reason=str(error), blocks=True)
+def _configure() -> None:
+    """Apply the switches in the file of ``MEGACPP_CONFIG``, if set."""
+    file = None if settings.index_schedule_from_environment() is not None else settings.from_environment()
     if file is not None:
         te_imports.configure(file.transformer_engine, str(file.path))
         vendor_switches.configure(file.vendors, str(file.path))
-    return None
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, or the backends; returns 1 when a finding would make training fail."""
-    unreadable = _configure()
+    unreadable = None
+    try:
+        _configure()
+    except ConfigFileError as error:
+        if args.backends:
+            raise
+        unreadable = Finding(settings.VARIABLE, BROKEN, reason=str(error), blocks=True)
     if args.backends:
-        if unreadable is not None:
-            raise ConfigFileError(unreadable.reason)
         listed = [*own_candidates(), *grouped_fp8_candidates(), *linear_cross_entropy_candidates()]
         installed = host.version("transformer-engine") or "(not installed)"
         engine = f"features of Transformer Engine {installed}:\n{specs.text()}"

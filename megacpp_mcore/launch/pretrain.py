@@ -179,19 +179,14 @@ def loss_func(
 
 
 def _check_loss(loss: torch.Tensor) -> None:
-    args = get_args()
-    state_machine = get_rerun_state_machine()
-    rejections: list[tuple[Any, str, bool]] = []
+    args, state_machine = get_args(), get_rerun_state_machine()
+    check = partial(state_machine.validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
-        rejections.append((torch.isnan, "the loss of the local forward pass is NaN", True))
-        rejections.append((torch.isinf, "the loss of the local forward pass is infinite", True))
+        check(rejection_func=torch.isnan, message="the loss of the local forward pass is NaN", fatal=True)
+        check(rejection_func=torch.isinf, message="the loss of the local forward pass is infinite", fatal=True)
     if args.check_for_spiky_loss:
         is_spike = partial(state_machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
-        rejections.append((is_spike, "the loss jumped", False))
-    for rejection, message, fatal in rejections:
-        state_machine.validate_result(
-            result=loss, rejection_func=rejection, message=message, tolerance=0.0, fatal=fatal
-        )
+        check(rejection_func=is_spike, message="the loss jumped", fatal=False)
 
 
 def forward_step(

@@ -274,7 +274,11 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     model = overrides.apply(original, changes.model)
     of_layout = _once(args, changes.layout, {option: option.replace("-", "_") for option in _OF_LAYOUT})
     of_training = _once(args, changes.training, {option: field for option, (field, _) in _OF_TRAINING.items()})
-    layout = dataclasses.replace(recipe.run.layout if recipe else Layout(), **of_layout)
+    # A model without a recipe: the tiny ones are for a laptop, the others for GPUs.
+    device = of_training.get("device", "cpu" if name.startswith("nam56r_tiny") else "cuda")
+    usual = Training(device="cpu", precision="fp32", transformer_impl="local") if device == "cpu" else Training()
+    base = recipe.run if recipe else Run(original, training=usual)
+    layout = dataclasses.replace(base.layout, **of_layout)
     model.check_layout(layout)  # first, because processes and batch follow from it
     settings = None if loaded is None else loaded.path
     if model != original:
@@ -290,20 +294,16 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     from megacpp_mcore.data.tokenizer import tokenizer_words  # imports numpy, which the command line starts without
 
     options = {field: f"--{option}" for option, (field, _) in _OF_TRAINING.items() if field not in changes.training}
-    # A model without a recipe: the tiny ones are for a laptop, the others for GPUs.
-    device = of_training.get("device", "cpu" if name.startswith("nam56r_tiny") else "cuda")
-    usual = Training(device="cpu", precision="fp32", transformer_impl="local") if device == "cpu" else Training()
     with named_as(options):
         training = dataclasses.replace(
-            recipe.run.training if recipe else usual,
+            base.training,
             data=("--data-path", args.data or DATA_VARIABLE, "--split", "100,0,0"),
             tokenizer=tokenizer_words(model, args.tokenizer, args.data),
             **of_training,
         )
-    nodes, per_node = _processes(args, layout, training, recipe.processes if recipe else 1)
+    nodes, per_node = _processes(args, layout, training, base.training.processes)
     training = dataclasses.replace(training, processes=nodes * per_node)
-    requested = recipe.run.asked if recipe else {}
-    run = Run(model, layout, training, args.model_class or DEFAULT_MODEL_CLASS, requested, loaded)
+    run = Run(model, layout, training, args.model_class or DEFAULT_MODEL_CLASS, base.asked, loaded)
     script = SCRIPTS[run.model_class]
     arguments = _with_extra(model, run, tuple(args.stock_command), None if args.via == "wheel" else Path(script))
     if of_training.get("cuda_graphs") and not run.is_captured:

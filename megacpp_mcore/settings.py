@@ -240,8 +240,8 @@ def load(path: str | os.PathLike[str]) -> PluginConfig:
                 raise ConfigFileError(f"backends.{op} is {backend!r}; expected the name of a backend, or auto")
         Dispatcher(backends)  # refuses unknown ops and backends
         if (mode := content.get("compile", "off")) not in ("off", False):  # YAML reads off as false
-            none = ", and there is nothing to compile: kernels replace the regions on GPUs"
-            raise ConfigFileError(f"'compile' is {mode!r}{none * (mode == 'regional')}; write off, or leave it out")
+            none = ", and there is nothing to compile: kernels replace the regions on GPUs" if mode == "regional" else ""
+            raise ConfigFileError(f"'compile' is {mode!r}{none}; write off, or leave it out")
         documents = content.get("max_documents")
         if documents is not None and (type(documents) is not int or documents < 1):
             raise ConfigFileError(f"'max_documents' is {documents!r}; expected a whole number above 0")
@@ -365,7 +365,10 @@ def _group(content: Mapping[str, Any], key: str, kind: type) -> Any:
         if not fits(value):
             raise ConfigFileError(f"{key}.{name} is {value!r}; expected {expected}")
         if name == "profile" and value is not None:
-            parse_steps(str(value))
+            try:
+                parse_steps(str(value))
+            except LaunchError as error:
+                raise ConfigFileError(f"{key}.{name}: {error}") from error
     return group
 
 

@@ -113,9 +113,7 @@ def test_one_launch_a_group_clips_updates_and_copies(optimizer: Any, calls: list
     first, second, empty = inner.param_groups
     decays = first["weight_decay"], second["weight_decay"]
     assert decays[0] != decays[1]
-    assert [call[1:] for call in calls] == [(4, 0.25, decay) for decay in decays] + [
-        (5, None, decay) for decay in decays
-    ]
+    assert [call[1:] for call in calls] == [(*step, decay) for step in ((4, 0.25), (5, None)) for decay in decays]
     assert first["step"] == second["step"] == empty["step"] == 5
     assert [places for places, *_ in calls[2:]] == [addresses(optimizer, group) for group in (first, second)]
     assert "step" not in vars(inner)

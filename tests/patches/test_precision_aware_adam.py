@@ -85,8 +85,7 @@ def test_main_parameters_are_those_of_an_optimizer_in_fp32() -> None:
         assert_same(with_remainders, without_remainders)
     with stock.patched(mixed_precision_optimizer.PATCH):
         stocks = mains(*one_of({"decoupled_weight_decay": True}, 5))
-    for main, other in zip(with_remainders, stocks, strict=True):
-        torch.testing.assert_close(main, other, rtol=0, atol=1e-6)
+    torch.testing.assert_close(with_remainders, stocks, rtol=0, atol=1e-6)
 
 
 def test_gradients_are_scaled_by_the_step_where_adam_is_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +103,7 @@ def test_gradients_are_scaled_by_the_step_where_adam_is_in_one_pass(monkeypatch:
                 torch.equal(param.main_grad, clipped) for param, clipped in zip(model.parameters(), before, strict=True)
             ] == [bool(more)] * len(before)
             weights.append(mains(model, optimizer))
-    for main, other in zip(*weights, strict=True):
-        torch.testing.assert_close(main, other, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("format_", ["dp_reshardable", "dp_zero", "fully_reshardable"])

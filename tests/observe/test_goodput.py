@@ -193,7 +193,7 @@ class Model:
         return seconds
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_every_second_is_in_the_class_that_a_model_of_single_seconds_puts_it_in(seed: int) -> None:
     model = Model(seed)

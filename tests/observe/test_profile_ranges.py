@@ -99,4 +99,7 @@ def test_the_steps_of_megatrons_own_profile_have_the_ranges(monkeypatch: pytest.
             listener.on_step(a_step(number))
         assert during == expected
         assert enter.call_count == leave.call_count
+    listener.on_step_begin(3)
+    listener.on_end(LookupError())  # the run ends in the window
+    assert enter.call_count == leave.call_count == 3
     assert opened.call_args.args[1:] == (["a chunk"], "an optimizer")

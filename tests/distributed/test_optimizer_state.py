@@ -222,7 +222,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
         (ONE_BUCKET, [BY_STOCK[0]], []),
         (MANY_BUCKETS, [BY_STOCK[1], OURS], [*BY_STOCK, OURS, FOR_STOCK, OF_STOCK]),
     ]
-    return run_tasks(root, tasks) | run_tasks(root, [(EXPERTS, [], [*REPLICAS.saved(), *PLAIN.saved()])])
+    return run_tasks(root, tasks) | run_tasks(root, [(EXPERTS, [], [Saved(REPLICAS, FULLY), *PLAIN.saved()])])
 
 
 def test_state_goes_between_recipes(cells: Cells) -> None:

@@ -157,7 +157,7 @@ def test_connections(changes: dict[str, Any], default: str | None, set_to: str, 
     assert (usual.value, usual.source, usual.warning) == (default, DEFAULT, "")
     by_user = resolve(run, environment={policy.CONNECTIONS: set_to}).value(policy.CONNECTIONS)
     assert (by_user.value, by_user.source) == (set_to, USER)
-    assert (warns is None and not by_user.warning) or (warns is not None and warns in by_user.warning)
+    assert by_user.warning == "" if warns is None else warns in by_user.warning
 
 
 def test_only_what_nobody_has_set_is_set() -> None:

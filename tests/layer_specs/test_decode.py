@@ -52,7 +52,7 @@ def in_pieces(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> torch
     return torch.cat(pieces, dim=1)
 
 
-LENGTHS = [[S], [1] * S, [9] + [1] * (S - 9), [1, 10, 5, 8]]
+LENGTHS = [[S], [1] * S, [9, 1, 1, 1, 12], [1, 10, 5, 8]]
 
 
 @pytest.mark.parametrize("lengths", exhaustive_but(LENGTHS, *LENGTHS[2:]))

@@ -19,7 +19,6 @@ import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
 from megacpp_mcore.errors import DataError, ModelError
-from megacpp_mcore.layer_specs import documents as read_documents
 from megacpp_mcore.layer_specs.documents import check_run, documents
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
@@ -54,11 +53,9 @@ def plain(make: Callable[[int], Any]) -> Any:
 
 
 @pytest.fixture
-def unread(plain: Any) -> Any:
-    """The model as if it had been given no mask yet."""
-    for layer in plain.decoder.layers:
-        vars(layer.config).pop(read_documents._READ, None)
-    return plain
+def unread(make: Callable[[int], Any]) -> Any:
+    """One that has been given no mask yet."""
+    return make(0)
 
 
 @pytest.fixture(scope="module")
@@ -231,106 +228,90 @@ def test_packs_and_masks_of_another_kind_are_refused(plain: Any, kind: str) -> N
         mixer(torch.zeros(S, 1, D), sliding_window)
 
 
-GIVEN = {
-    "reset_attention_mask": True,
-    "dataloader_inter_document_masking": False,
-    "create_attention_mask_in_dataloader": True,
-    "micro_batch_size": 1,
-    "eval_micro_batch_size": 1,
+# Arguments of a stock script: documents by masks, packed, packed from two samples, or none.
+MASKED: dict[str, Any] = {
+    **{"reset_attention_mask": True, "create_attention_mask_in_dataloader": True},
+    **{"dataloader_inter_document_masking": False, "micro_batch_size": 1, "eval_micro_batch_size": 1},
 }
-ONE_CHUNK = {
+UNMASKED = MASKED | {"reset_attention_mask": False, "create_attention_mask_in_dataloader": False}
+PACKED = UNMASKED | {"dataloader_inter_document_masking": True}
+TWO = PACKED | {"micro_batch_size": 2}
+TWO_IN_EVALUATION = PACKED | {"eval_micro_batch_size": 2}
+# Configurations: in one process and chunk, over context-parallel ranks, over two stages, with cut sequences.
+ONE_CHUNK: dict[str, Any] = {
     **{"mtp_num_layers": None, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None},
     **{"moe_router_load_balancing_type": "seq_aux_loss", "num_moe_experts": 4, "sequence_parallel": False},
-    **{"variable_seq_lengths": False, "context_parallel_size": 1},
+    **{"variable_seq_lengths": False, "context_parallel_size": 1, "hierarchical_context_parallel_sizes": None},
 }
+WITH_MTP, SHARED = ONE_CHUNK | {"mtp_num_layers": 2}, ONE_CHUNK | {"context_parallel_size": 2}
+LEVELS = SHARED | {"hierarchical_context_parallel_sizes": [2]}
+STAGES, CUT = ONE_CHUNK | {"pipeline_model_parallel_size": 2}, ONE_CHUNK | {"sequence_parallel": True}
+THREE_STAGES = WITH_MTP | {"pipeline_model_parallel_size": 3}
+BALANCED_TWICE = CUT | {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}
+
+PACK, UNPACK, SHARES = "--dataloader-inter-document-masking", "--micro-batch-size 1", "--context-parallel-size 2"
+BALANCES = "--sequence-parallel balances experts"
 
 
-def check(given: dict[str, Any] | None, configured: dict[str, Any]) -> None:
-    arguments = None if given is None else SimpleNamespace(**(GIVEN | given))
-    configuration: Any = SimpleNamespace(**(ONE_CHUNK | configured))
-    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", arguments):
+def check(arguments: dict[str, Any] | None, configured: dict[str, Any]) -> None:
+    given = None if arguments is None else SimpleNamespace(**arguments)
+    configuration: Any = SimpleNamespace(**configured)
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", given):
         check_run(configuration)
 
 
 @pytest.mark.parametrize(
-    ("given", "configured", "code", "value"),
+    ("arguments", "configured", "code", "values"),
     [
-        ({"create_attention_mask_in_dataloader": False}, {}, "no-mask", "--no-create-attention-mask-in-dataloader"),
-        ({}, {"mtp_num_layers": 2}, "mtp", "MTP"),
-        ({}, {"pipeline_model_parallel_size": 3}, "chunks", "3 pipeline chunks"),
-        (
-            {},
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            "chunks",
-            "4 pipeline chunks",
-        ),
+        (UNMASKED | {"reset_attention_mask": True}, ONE_CHUNK, "no-mask", ["--no-create-attention-mask-in-dataloader", PACK]),
+        (MASKED, WITH_MTP, "mtp", ["MTP", PACK]),
+        (MASKED, ONE_CHUNK | {"pipeline_model_parallel_size": 3}, "chunks", ["3 pipeline chunks", PACK]),
+        (MASKED, STAGES | {"virtual_pipeline_model_parallel_size": 2}, "chunks", ["4 pipeline chunks", PACK]),
+        (MASKED, SHARED, "", [SHARES, "--reset-attention-mask"]),
+        (MASKED | {"reset_attention_mask": False}, SHARED, "", [SHARES, "--no-create-attention-mask-in-dataloader"]),
+        (TWO, SHARED, "", [SHARES, UNPACK]),
+        (TWO_IN_EVALUATION, SHARED, "", [SHARES, UNPACK]),
+        (UNMASKED, SHARED | {"hybrid_context_parallel": True}, "", [SHARES, "--hybrid-context-parallel"]),
+        (UNMASKED, LEVELS, "", [SHARES, "--hierarchical-context-parallel-sizes"]),
+        (TWO, STAGES, "", ["2 samples", "from stage to stage", UNPACK]),
+        (TWO_IN_EVALUATION, STAGES, "", ["2 samples", "from stage to stage", UNPACK]),
+        (TWO, CUT, "", ["2 samples", BALANCES, UNPACK]),
+        (TWO, BALANCED_TWICE, "", ["2 samples", BALANCES, UNPACK]),
     ],
-)
-def test_runs_that_would_not_keep_documents_apart_are_refused(
-    given: dict[str, Any], configured: dict[str, Any], code: str, value: str
+)  # fmt: skip
+def test_runs_that_would_mix_documents_are_refused(
+    arguments: dict[str, Any], configured: dict[str, Any], code: str, values: list[str]
 ) -> None:
-    with raises(ModelError, value, "--dataloader-inter-document-masking", code=code):
-        check(given, configured)
-    check(None, configured)  # no stock script, nothing to ask
-    check(given | {"reset_attention_mask": False}, configured)
-    check(given | {"dataloader_inter_document_masking": True}, configured)
-
-
-BALANCING = "moe_router_load_balancing_type"
-CUT = {"sequence_parallel": True}
-BALANCED = "--sequence-parallel balances experts"
-
-
-PACKED = {"dataloader_inter_document_masking": True, "micro_batch_size": 2}
-SHARED = {"context_parallel_size": 2, "hierarchical_context_parallel_sizes": None, "calculate_per_token_loss": False}
-UNMASKED = {"reset_attention_mask": False, "create_attention_mask_in_dataloader": False, "eod_mask_loss": False}
+    with raises(ModelError, *values, code=code):
+        check(arguments, configured)
 
 
 @pytest.mark.parametrize(
-    ("given", "configured", "value"),
+    ("arguments", "configured"),
     [
-        ({"reset_attention_mask": True}, {}, "--reset-attention-mask"),
-        ({"create_attention_mask_in_dataloader": True}, {}, "--no-create-attention-mask-in-dataloader"),
-        (PACKED, {}, "--micro-batch-size 1"),
-        (PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}, {}, "--micro-batch-size 1"),
-        ({}, {"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
-        ({}, {"hierarchical_context_parallel_sizes": [2]}, "--hierarchical-context-parallel-sizes"),
+        (None, THREE_STAGES),  # no stock script, nothing to ask
+        (MASKED, STAGES),
+        (MASKED | {"reset_attention_mask": False}, THREE_STAGES),
+        (MASKED | {"dataloader_inter_document_masking": True}, THREE_STAGES),
+        (UNMASKED, SHARED | {"mtp_num_layers": 2}),
+        (PACKED, SHARED | {"mtp_num_layers": 2}),
+        (PACKED, STAGES),
+        (PACKED, BALANCED_TWICE),
+        (TWO, STAGES | {"variable_seq_lengths": True}),
+        (TWO, ONE_CHUNK),
+        (TWO, CUT | {"num_moe_experts": None}),
+        (TWO, CUT | {"moe_router_load_balancing_type": "aux_loss"}),
     ],
 )
-def test_shared_sequences_that_would_be_misread_are_refused(
-    given: dict[str, Any], configured: dict[str, Any], value: str
-) -> None:
-    with raises(ModelError, "--context-parallel-size 2", value):
-        check(UNMASKED | given, SHARED | configured)
-    for right in ({}, PACKED | {"micro_batch_size": 1}, {"eod_mask_loss": True}):
-        for by_token in (False, True):
-            check(UNMASKED | right, SHARED | {"mtp_num_layers": 2, "calculate_per_token_loss": by_token})
+def test_runs_that_keep_documents_apart_are_not(arguments: dict[str, Any] | None, configured: dict[str, Any]) -> None:
+    check(arguments, configured)
 
 
 def test_a_layer_refuses_a_part_of_a_mask_and_sequences_that_are_shared_one_by_one() -> None:
-    configuration: Any = SimpleNamespace(**ONE_CHUNK | SHARED)
+    configuration: Any = SimpleNamespace(**SHARED)
     for boundaries, code in (
         ({"attention_mask": micro_batch.causal_mask(8), "packed_seq_params": None}, "mask-under-context"),
         ({"attention_mask": None, "packed_seq_params": micro_batch.packed([4, 4])}, "packed-under-context"),
     ):
         with raises(ModelError, "layer 3", "2 context-parallel ranks", code=code):
             documents(configuration, 3, batch=1, rows=8, **boundaries)
-
-
-@pytest.mark.parametrize(
-    ("configured", "value", "right"),
-    [
-        ({"pipeline_model_parallel_size": 2}, "from stage to stage", {"variable_seq_lengths": True}),
-        (CUT, BALANCED, {"sequence_parallel": False}),
-        (CUT, BALANCED, {"num_moe_experts": None}),
-        (CUT | {BALANCING: ["aux_loss", "seq_aux_loss"]}, BALANCED, {BALANCING: "aux_loss"}),
-    ],
-)
-def test_packed_samples_that_would_be_mixed_up_or_balanced_together_are_refused(
-    configured: dict[str, Any], value: str, right: dict[str, Any]
-) -> None:
-    for arguments in (PACKED, PACKED | {"micro_batch_size": 1, "eval_micro_batch_size": 2}):
-        with raises(ModelError, "2 samples", value, "--micro-batch-size 1"):
-            check(arguments, configured)
-    check(PACKED | {"micro_batch_size": 1}, configured)
-    check(PACKED, configured | right)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
 
-from megacpp_mcore.backends import AUTO, STOCK
-from megacpp_mcore.errors import ModelError
-from megacpp_mcore.layer_specs import layer_plan
-from megacpp_mcore.layer_specs.mtp import FeedForward, why_stock_feed_forward
+from megacpp_mcore.backends import AUTO, STOCK, Dispatcher
+from megacpp_mcore.errors import BackendError, ModelError
+from megacpp_mcore.layer_specs import layer_plan, mtp
+from megacpp_mcore.layer_specs.mtp import FeedForward
 from megacpp_mcore.model import preset
 from megacpp_mcore.model.training import GPT, HYBRID
 from megacpp_mcore.ops.feed_forward.reference import feed_forward
@@ -86,15 +86,15 @@ def test_the_op_runs_in_place_of_the_modules_and_adds_to_main_grad(ours: Any, mo
 def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
     process: Path, monkeypatch: pytest.MonkeyPatch, model_class: str, is_fp8: bool
 ) -> None:
-    """If it is asked for; shared experts are in any case."""
-    scopes = Scopes(FP8(recipe="current", attention=False, mtp=is_fp8), depth=2)  # all in the zone
+    """If it is asked for; attention layers and shared experts are in any case."""
+    scopes = Scopes(FP8(recipe="current", mtp=is_fp8), depth=2)  # all in the zone
     monkeypatch.setattr(layer_plan, "scopes_of", lambda *_, **__: scopes)
     monkeypatch.setattr(quantized, "watch", lambda: None)
     with mock.patch.object(scopes, "install") as install:
         model = built(process, AUTO, model_class)
     projection = mock.call(model.mtp.layers[0].eh_proj, calls=2, name="eh_proj")
     assert install.call_args_list.count(projection) == is_fp8
-    assert install.call_count == len(preset("nam56r_tiny").layer_numbers("E")) + is_fp8
+    assert install.call_count == sum(preset("nam56r_tiny").layers.count(letter) for letter in "AE") + is_fp8
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_the_projection_is_given_to_the_scopes_once_for_all_depths(
         (False, 2, "", "--tensor-model-parallel-size"),
         (False, 1, "use_torch_fsdp2", "--use-torch-fsdp2"),
         (False, 1, "use_megatron_fsdp", "--use-megatron-fsdp"),
-        (False, 1, "", "None"),
     ],
 )
-def test_what_stock_alone_can_do(
-    fused: bool, tensor: int, flag: str, named: str, monkeypatch: pytest.MonkeyPatch
+def test_what_stock_alone_can_do_is_refused_by_name(
+    config: Any, fused: bool, tensor: int, flag: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the reason for stock's layer, and refused with one of ours by name: test_norm.py, by the same function."""
-    config: Any = SimpleNamespace(tensor_model_parallel_size=tensor)
+    config.tensor_model_parallel_size = tensor
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", SimpleNamespace(**{flag: True} if flag else {}))
-    assert named in str(why_stock_feed_forward(config, fused))
+    build = mtp.feed_forward(MLP, Dispatcher({"feed_forward": "triton_fp8"}), fused)
+    with raises(BackendError, named, "feed_forward: triton_fp8", code="stock-only"):
+        build(config)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(te_imports.DISABLE_TE, raising=False)
     cached = te_imports._installed
     cached.cache_clear()
-    te_imports.configure(None)
     yield
     te_imports.configure(None)
     cached.cache_clear()
@@ -102,8 +101,7 @@ def test_availability_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         te_imports.available()
 
 
-def test_an_entry_point_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
+def test_an_entry_point_that_this_version_lacks(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_imports, "ENTRIES", {"floor": "math", "gone": "math"})
     te_imports._entry.cache_clear()
     assert te_imports.entry("floor")(1.5) == 1
@@ -112,35 +110,29 @@ def test_an_entry_point_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch)
     te_imports._entry.cache_clear()
 
 
-def write(folder: Path, text: str) -> Path:
-    file = folder / "megacpp.yaml"
-    file.write_text(f"model: nam56r_tiny\n{text}\n")
-    return file
-
-
-def test_the_key_of_the_file_is_the_variable_for_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
-    settings = load(write(tmp_path, "transformer_engine: {enabled: false}"))
-    te_imports.configure(settings.transformer_engine, str(settings.path))
-    reason = f"transformer_engine: {{enabled: false}} in {settings.path} disables Transformer Engine"
+def test_the_key_of_the_file_is_the_variable_for_one_run(installed: None, tmp_path: Path) -> None:
+    file = tmp_path / "megacpp.yaml"
+    file.write_text("model: nam56r_tiny\ntransformer_engine: {enabled: false}\n")
+    te_imports.configure(load(file).transformer_engine, str(file))
+    reason = f"transformer_engine: {{enabled: false}} in {file} disables Transformer Engine"
     assert (te_disabled(), te_imports.available().reason) == (reason, reason)
 
 
-@pytest.mark.parametrize("name", te_imports.FEATURES)
-def test_a_feature_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
-    settings = load(write(tmp_path, f"transformer_engine: {{{name}: false}}"))
-    te_imports.configure(settings.transformer_engine, "a file")
-    assert te_imports.feature(name) == ProbeResult(False, f"transformer_engine: {{{name}: false}} in a file")
-    assert te_imports.available().ok
-    assert all(te_imports.feature(other).ok for other in ("attention", "experts", "permute", "block") if other != name)
+def test_a_feature_of_its_own(installed: None, configure: Callable[..., None]) -> None:
+    off = {name for name in te_imports.FEATURES if not getattr(te_imports.Features(), name)}
+    assert off == {"mtp", "linear"}  # which change a model
+    for name in te_imports.FEATURES:
+        configure(**{name: False})
+        assert te_imports.feature(name) == ProbeResult(False, f"transformer_engine: {{{name}: false}} in a file")
+        assert te_imports.available().ok
+        assert all(te_imports.feature(other).ok for other in {*te_imports.FEATURES} - off - {name})
     with raises(BackendError, "'atention'", "'attention'"):
         te_imports.feature("atention")
-    off = [name for name in te_imports.FEATURES if not getattr(te_imports.Features(), name)]
-    assert off == ["mtp", "linear"]  # which change a model
 
 
-def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_norm_of_mtp_needs_the_engine(
+    configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And keeps the names of checkpoints: the norm's weight is found where it is, and saved as what it was."""
     with stock.cpu_lane():
         from megatron.core.transformer.identity_op import IdentityOp
@@ -148,7 +140,7 @@ def test_the_fused_norm_of_mtp_needs_the_engine(monkeypatch: pytest.MonkeyPatch)
         from megacpp_mcore.layer_specs import mtp, parts
         from megacpp_mcore.layer_specs.mtp import FUSED_NORM, mtp_block
 
-        te_imports.configure(te_imports.Features(mtp=True), "a file")
+        configure(mtp=True)
         with raises(BackendError, "TELayerNormColumnParallelLinear", "transformer_engine"):
             mtp_block(parts._local_parts(), Dispatcher(), None)
         monkeypatch.setattr(te_imports, "entry", lambda name: type(name, (), {}))

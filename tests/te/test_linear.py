@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from megacpp_mcore.errors import BackendError, ModelError
 from megacpp_mcore.layer_specs.parts import scattering
 from megacpp_mcore.model import Layout, preset
 from megacpp_mcore.te import linear
-from megacpp_mcore.util import te_imports
 from tests import stock
 from tests.distributed.test_tensor_parallel_sums import config_of
 from tests.errors import raises
@@ -75,17 +75,14 @@ def test_the_pinned_list_on_a_model_with_every_role() -> None:
     assert root.why == "the model itself"
 
 
-def test_nothing_is_replaced_without_the_feature_or_the_engine() -> None:
+def test_nothing_is_replaced_without_the_feature_or_the_engine(configure: Callable[..., None]) -> None:
     model = Sequential(Linear(32, 32))
     kept = model[0]
     with raises(BackendError, "linear: false"):
         linear.replace(model)
-    te_imports.configure(te_imports.Features(linear=True), "a file")
-    try:
-        with raises(BackendError, "linear layers", "transformer_engine is"):
-            linear.replace(model)
-    finally:
-        te_imports.configure(None)
+    configure(linear=True)
+    with raises(BackendError, "linear layers", "transformer_engine is"):
+        linear.replace(model)
     assert model[0] is kept
 
 
@@ -103,17 +100,14 @@ def test_the_local_layers_of_the_model(tmp_path: Path) -> None:
             assert reason, name
 
 
-def test_layers_that_send_rows_beside_products_go_too() -> None:
+def test_layers_that_send_rows_beside_products_go_too(configure: Callable[..., None]) -> None:
     config = config_of(sequence_parallel=True)
     options = {"bias": False, "input_is_parallel": True, "skip_bias_add": False, "init_method": torch.nn.init.zeros_}
     why = []
     with stock.one_rank(0, 2, Layout(tensor=2, sequence_parallel=True)):
         for requested in (False, True):
-            te_imports.configure(te_imports.Features(linear=requested), "a file")
-            try:
-                why += linear.plan(Sequential(scattering(RowParallelLinear)(64, 32, config=config, **options)))
-            finally:
-                te_imports.configure(None)
+            configure(linear=requested)
+            why += linear.plan(Sequential(scattering(RowParallelLinear)(64, 32, config=config, **options)))
     assert [layer.why for layer in why] == ["RowParallelLinear has a forward pass of its own", ""]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +20,9 @@ from tests.errors import raises
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def there(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that Transformer Engine is installed; a refused call may reach none of its entry points."""
-
-    def entry(name: str) -> Any:
-        raise AssertionError(f"{name} was reached")
-
-    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
-    monkeypatch.setattr(te_imports, "entry", entry)
-    return
+    monkeypatch.setattr(te_imports, "entry", lambda name: pytest.fail(f"{name} was reached"))
 
 
 @pytest.mark.parametrize("need", ["attention_mask", "seq_idx"])
@@ -61,8 +55,9 @@ def test_shapes_of_attention(there: None, q: Any, k: Any, v: Any, value: str) ->
         dot_product.attend_heads_first(*first, softmax_scale=1.0)
 
 
-def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
+def test_the_dispatcher_goes_on_where_attention_does_not_cover(
+    installed: None, configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
     monkeypatch.setattr(flash4, "_engine_runs", lambda: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "bfloat16", "qk_dim": 128, "v_dim": 64}
@@ -76,12 +71,9 @@ def test_the_dispatcher_goes_on_where_attention_does_not_cover(monkeypatch: pyte
     monkeypatch.setattr(flash4, "_engine_runs", lambda: off)
     with raises(BackendError, "'te'", "op mla", "off by 1", code="cannot-run"):
         Dispatcher({"mla": "te"}).request("mla", **needs)
-    te_imports.configure(te_imports.Features(attention=False), "a file")
-    try:
-        with raises(BackendError, "'te'", "op mla", "attention: false", code="cannot-run"):
-            Dispatcher({"mla": "te"}).request("mla", **needs)
-    finally:
-        te_imports.configure(None)
+    configure(attention=False)
+    with raises(BackendError, "'te'", "op mla", "attention: false", code="cannot-run"):
+        Dispatcher({"mla": "te"}).request("mla", **needs)
 
 
 @pytest.mark.parametrize(
@@ -120,20 +112,18 @@ def test_experts_refuse_delayed_scaling(there: None, monkeypatch: pytest.MonkeyP
         experts.grouped_mlp(torch.zeros(4, 8), torch.tensor([2, 2]), torch.zeros(2, 6, 8), torch.zeros(2, 8, 6), None)
 
 
-def test_the_engines_experts_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_imports, "_installed", lambda: ProbeResult(True))
+def test_the_engines_experts_are_chosen_by_name_alone(
+    installed: None, configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probes, "_probed", lambda name: ProbeResult(True))
     needs = {"device": "cuda", "dtype": "float32", "hidden": 64, "ffn": 64, "experts": 4}
     for op in ("grouped_mlp", "routed_mlp"):
         assert Dispatcher({op: "te"}).request(op, **needs).fn is getattr(experts, op)
         assert Dispatcher().request(op, **needs).observed == "reference"
-    te_imports.configure(te_imports.Features(permute=False), "a file")
-    try:
-        assert Dispatcher({"grouped_mlp": "te"}).request("grouped_mlp", **needs).observed == "te"
-        with raises(BackendError, "'te'", "op routed_mlp", "permute: false", code="cannot-run"):
-            Dispatcher({"routed_mlp": "te"}).request("routed_mlp", **needs)
-    finally:
-        te_imports.configure(None)
+    configure(permute=False)
+    assert Dispatcher({"grouped_mlp": "te"}).request("grouped_mlp", **needs).observed == "te"
+    with raises(BackendError, "'te'", "op routed_mlp", "permute: false", code="cannot-run"):
+        Dispatcher({"routed_mlp": "te"}).request("routed_mlp", **needs)
 
 
 def test_without_transformer_engine_each_says_why() -> None:

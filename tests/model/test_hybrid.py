@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megacpp_mcore.arguments import lowering
-from megacpp_mcore.arguments.lowering import lower, model_arguments
-from megacpp_mcore.errors import ArgumentMismatchError, ModelError, SpecImportError
+from megacpp_mcore.arguments.lowering import lower
+from megacpp_mcore.errors import ModelError, SpecImportError
 from megacpp_mcore.launch import plan as launch_plan
-from megacpp_mcore.model import PRESETS, Layout, Model, preset, with_overrides
+from megacpp_mcore.model import PRESETS, Layout, preset, with_overrides
 from megacpp_mcore.model.hybrid import MTP_BLOCK, contradictions, plan
 from megacpp_mcore.model.run import Run
 from megacpp_mcore.model.training import GPT, HYBRID, Training
@@ -87,20 +86,6 @@ def test_the_pattern_carries_the_stages_and_no_other_word_does() -> None:
     assert not {"--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout"} & set(words)
     with raises(ModelError, "layer 9"):
         lower(Run(TINY, Layout(pipeline=3), CUDA, HYBRID))
-
-
-def described(model: Model) -> SimpleNamespace:
-    fields = {argument.field: argument.expected for argument in model_arguments(model, HYBRID)}
-    return SimpleNamespace(**fields, vocab_size=model.vocab_size, hybrid_layer_pattern=plan(model).text)
-
-
-def test_every_mismatch_is_listed_at_once() -> None:
-    run = described(TINY)
-    run.hidden_size, run.moe_layer_freq, run.hybrid_layer_pattern = 256, [0, 1], "+EMEDEMEDEMM/+-"
-    run.experimental_attention_variant = None
-    named = ["hidden_size:", "experimental_attention_variant:", "moe_layer_freq:", "hybrid_layer_pattern:"]
-    with raises(ArgumentMismatchError, "in 4 places", *named, "recipe emit nam56r_tiny"):
-        lowering.check_arguments(TINY, [run], model_class=HYBRID)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacpp_mcore.errors import ModelError, PatternError
@@ -37,6 +37,7 @@ def roles(layers: str) -> tuple[str | None, ...]:
     return attention_roles(layers, "-FSS")
 
 
+@settings(max_examples=50)
 @given(legal | st.text(alphabet="AMER|/ax", max_size=12))
 def test_every_text_parses_and_prints_again_or_is_refused(text: str) -> None:
     parts = text.split("/")

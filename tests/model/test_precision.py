@@ -152,7 +152,8 @@ def test_a_file_that_says_something_else(
     model = preset("nam56r_quarter")
     words = [str(file) if word == FILE[1] else word for word in words_of(model, "bf16_te_fp8_experts")]
     config = config_of(words)
-    with raises(ArgumentMismatchError, "in 1 place", "quant_recipe", precision.EXPERTS_FILE):
+    named = "in 1 place", "quant_recipe:", precision.EXPERTS_FILE, "recipe emit nam56r_quarter"
+    with raises(ArgumentMismatchError, *named):
         check_arguments(model, [config.transformer, config])
 
 

@@ -1,6 +1,5 @@
 """Documents of one row in a whole model, marked by packed sequences or Megatron's mask, and what is refused.
 
-With recompute: test_long.py.
 Shape legend: S sequence, B batch, D hidden, K MTP depths.
 """
 
@@ -22,6 +21,7 @@ from megacpp_mcore.errors import DataError, ModelError
 from megacpp_mcore.layer_specs.documents import check_run, documents
 from megacpp_mcore.model import preset
 from tests import micro_batch, stock
+from tests.distributed.comparing import differing_tensors
 from tests.e2e import test_hybrid_model
 from tests.errors import raises
 from tests.host_reads import host_reads
@@ -33,12 +33,12 @@ FAMILIES = {"A": 1, "F": 5, "M": 3, "R": 12}
 
 
 @pytest.fixture(scope="module")
-def make(process: Path) -> Callable[[int], Any]:
+def make(process: Path) -> Callable[..., Any]:
     """Builds models with gradients of the language model's loss only: the others are means over a row."""
 
-    def build(mtp_depth: int) -> Any:
+    def build(mtp_depth: int, *words: str) -> Any:
         overrides = {"seq_length": S, "dsa": {"topk": 8}, "mtp": {"depth": mtp_depth}}
-        model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process))
+        model = stock.stirred(stock.build(overrides, preset("nam56r_tiny"), process, *words))
         for layer in model.decoder.layers:  # every layer has a configuration of its own where its checkpoint differs
             layer.config.dsa_indexer_loss_coeff = 0.0
             layer.config.moe_aux_loss_coeff = layer.config.moe_z_loss_coeff = 0.0
@@ -48,18 +48,18 @@ def make(process: Path) -> Callable[[int], Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(make: Callable[[int], Any]) -> Any:
+def plain(make: Callable[..., Any]) -> Any:
     return make(0)
 
 
 @pytest.fixture
-def unread(make: Callable[[int], Any]) -> Any:
+def unread(make: Callable[..., Any]) -> Any:
     """One that has been given no mask yet."""
     return make(0)
 
 
 @pytest.fixture(scope="module")
-def predicting(make: Callable[[int], Any]) -> Any:
+def predicting(make: Callable[..., Any]) -> Any:
     """With multi-token prediction."""
     return make(2)
 
@@ -110,6 +110,16 @@ def test_documents_of_a_row_are_as_if_each_were_alone(plain: Any, way: str) -> N
     for name, truth in expected.items():
         scale = float(truth.abs().max())
         torch.testing.assert_close(grads[name], truth, rtol=1e-3, atol=1e-4 * scale, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def test_full_recompute_without_a_loss_of_the_indexer_changes_nothing(make: Callable[..., Any], plain: Any) -> None:
+    """With one, and windows: test_long.py."""
+    tokens = draw_tokens()
+    truth, recomputed = (
+        gradients(model, losses(model, tokens, **packed(tokens)).sum())
+        for model in (plain, make(0, *stock.full_recompute()))
+    )
+    assert differing_tensors(truth, recomputed, 1e-4) == []
 
 
 def test_both_hosts_tell_packed_documents_apart(process: Path) -> None:

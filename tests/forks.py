@@ -7,8 +7,8 @@ files, imports Megatron and this package itself, and ends as any other, but that
 WHOLE_END, as that costs more than most programs do; warnings are off. The first process that ``multiprocessing`` spawns for it
 is a fork, too, made before the program began: Megatron spawns one, which imports torch, for the first checkpoint of a process.
 With ``megatron`` the wheel's Megatron is there already, without the CPU lane, and this package's commands, as in the tests'
-own process: for what is not about a start. Where Python's own start matters, or what is imported, or what a library reads from
-the environment as it is imported, ``subprocess`` starts it.
+own process, and in the other environment Megatron-Bridge: for what is not about a start. Where Python's own start matters, or
+what is imported, or what a library reads from the environment as it is imported, ``subprocess`` starts it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ _BRIDGES = (
     "transformers.modeling_utils", "transformers.models.auto", "transformers.trainer_utils", "wandb",
 )  # fmt: skip
 """What Megatron-Bridge imports beside, without modelopt, which imports Megatron."""
+_BRIDGE = "tests.bridge.imported"
 
 
 class Program:
@@ -173,7 +174,12 @@ def run(
 
 
 def start_ranks(
-    words: Sequence[str], outputs: Sequence[Path], *, megatron: bool = False, **variables: str
+    words: Sequence[str],
+    outputs: Sequence[Path],
+    *,
+    python: str = sys.executable,
+    megatron: bool = False,
+    **variables: str,
 ) -> list[Program | subprocess.Popen[bytes]]:
     """Start a program as torchrun does, in a process for each of ``outputs``, with nobody who would end them together."""
     port, count = held_port(), len(outputs)
@@ -182,7 +188,7 @@ def start_ranks(
     programs = []
     for rank, output in enumerate(outputs):
         of_rank = {name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        programs.append(start(words, output, megatron=megatron, **variables, **of_rank))
+        programs.append(start(words, output, python=python, megatron=megatron, **variables, **of_rank))
     weakref.finalize(programs[0], port.close)
     return programs
 
@@ -228,6 +234,19 @@ def run_ranks(
 _numbers = itertools.count()
 
 
+_RUN = "PYTEST_XDIST_TESTRUNUID"
+
+
+def shared(python: str) -> dict[str, str]:
+    """The variable with which other processes, too, have their programs forked by the process that forks for this one."""
+    server(python, os.environ.get("TRITON_INTERPRET"))
+    return {_RUN: _run_id()}
+
+
+def _run_id() -> str:
+    return os.environ.get(_RUN, str(_folder()))
+
+
 @functools.cache
 def _folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="forks-")
@@ -238,13 +257,15 @@ def _folder() -> Path:
 @functools.cache
 def server(python: str, interpret: str | None) -> tuple[Path, int]:
     """Start the process that forks, one for all of pytest's workers, until the last ends; its folder, and the pipe it reads."""
-    what = __file__, python, interpret, os.environ.get("PYTEST_XDIST_TESTRUNUID", str(_folder()))
+    what = __file__, python, interpret, _run_id()
     folder = _folder().with_name(f"forks-{hashlib.sha256(repr(what).encode()).hexdigest()}")
     folder.mkdir(exist_ok=True)
     pipe = folder / "requests"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if interpret is not None:  # Triton reads it as it is imported
         env["TRITON_INTERPRET"] = interpret
+    if has_bridge := python != sys.executable:  # and Hugging Face's libraries these
+        env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "huggingface")}
     with open(folder / "lock", "w") as lock, _known_to_end(folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_new := not pipe.exists():
@@ -254,9 +275,9 @@ def server(python: str, interpret: str | None) -> tuple[Path, int]:
         requests = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # else it waits here for who reads
         os.set_blocking(requests, True)
         if is_new:
-            libraries = (*_LIBRARIES, *(_BRIDGES if python != sys.executable else ()))
+            libraries = (_LIBRARIES + _BRIDGES, (*_MEGATRON, _BRIDGE)) if has_bridge else (_LIBRARIES, _MEGATRON)
             with open(descriptor) as requested, (folder / "error").open("wb") as error:
-                command = [python, "-P", "-W", "ignore", __file__, str(folder), *libraries]
+                command = [python, "-P", "-W", "ignore", __file__, str(folder), *map(",".join, libraries)]
                 subprocess.Popen(command, env=env, stdin=requested, stdout=error, stderr=error)
     return folder, requests
 
@@ -282,8 +303,8 @@ def _serve() -> dict[str, Any] | None:
     """
     gc.set_threshold(50_000)  # of every program, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest; this process ends after it
-    folder, *libraries = sys.argv[1:]
-    for library in libraries:
+    folder, libraries, with_megatron = sys.argv[1:]
+    for library in libraries.split(","):
         __import__(library)
     assert "megatron" not in sys.modules
     requests, other = sys.stdin, None
@@ -305,7 +326,7 @@ def _serve() -> dict[str, Any] | None:
                     try:
                         with contextlib.redirect_stdout(sys.stderr):
                             sys.path.insert(0, str(ROOT))
-                            for library in _MEGATRON:
+                            for library in with_megatron.split(","):
                                 importlib.import_module(library)
                             del sys.path[0]
                         # The texts of --help, for which it parses the source of its configuration in every process.

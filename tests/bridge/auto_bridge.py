@@ -8,17 +8,14 @@ import sys
 
 import torch.distributed as dist
 
-from megacpp_mcore.launch import process
 from megacpp_mcore.model import Layout, hybrid
-from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.settings import from_environment
-from megacpp_mcore.util.stand_in import process_environment
+from tests.bridge.lane import with_bridge
 
 
 def main() -> None:
     folder, back, *checkpoint = sys.argv[1:]
-    with process_environment(), process.cpu_lane():
-        bridge.prepare()
+    with with_bridge():
         from megatron.bridge import AutoBridge
         from megatron.bridge.training.model_load_save import temporary_distributed_context
 

@@ -11,20 +11,17 @@ from pathlib import Path
 
 from megacpp_mcore import settings
 from megacpp_mcore.errors import ConfigFileError
-from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import RECIPES
-from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.nemo_recipes.read_bridge import read
 from megacpp_mcore.util import stand_in
-from megacpp_mcore.util.stand_in import process_environment
+from tests.bridge.lane import with_bridge
 
 BATCH = 3
 
 
 def main() -> None:
     report = {}
-    with process_environment(), process.cpu_lane():
-        bridge.prepare()
+    with with_bridge():
         from megatron.bridge.training.config import ConfigContainer
         from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
 

@@ -12,10 +12,8 @@ from typing import Any
 
 from megacpp_mcore.arguments import lowering
 from megacpp_mcore.data.tokenizer import tokenizer_words
-from megacpp_mcore.launch import process
 from megacpp_mcore.model.recipes import Recipe, recipe
-from megacpp_mcore.nemo_recipes import bridge
-from megacpp_mcore.util.stand_in import process_environment
+from tests.bridge.lane import with_bridge
 from tests.stock import gpu_host
 
 
@@ -51,8 +49,7 @@ def _plain(value: Any) -> str:
 
 def main() -> None:
     chosen = recipe(sys.argv[1])
-    with process_environment(), process.cpu_lane(), gpu_host():
-        bridge.prepare()
+    with with_bridge(), gpu_host():
         from megacpp_mcore.nemo_recipes import bridge_recipes
 
         config = bridge_recipes.container(chosen)

@@ -1,4 +1,4 @@
-"""Loads an exported model where neither Megatron nor this package can be imported: ``FOLDER TOKENS.pt OUTPUT.pt``."""
+"""Loads an exported model where neither Megatron nor this package can be imported: ``FOLDER TOKENS.pt OUTPUT.pt [logits]``."""
 
 import copy
 import importlib.util
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder, tokens_path, output = sys.argv[1:]
+folder, tokens_path, output, *only = sys.argv[1:]
 assert importlib.util.find_spec("megacpp_mcore") is None
 sys.modules["megatron"] = None  # which this environment has
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
@@ -23,6 +23,9 @@ with torch.no_grad():
     first = model(tokens[:, :cut], use_cache=True)
     steps = [model(tokens[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(cut, rows)]
     results["cached"] = torch.cat([first.logits, *steps], dim=1)
+    if only:
+        torch.save(results, output)
+        sys.exit()
     pads = torch.full((1, padding), tokenizer.pad_token_id)
     both = torch.cat([torch.cat([pads, tokens[:, :-padding]], dim=1), tokens])
     mask = torch.ones_like(both)
@@ -30,9 +33,9 @@ with torch.no_grad():
     results["padded"] = model(both, attention_mask=mask).logits
     results["padded on the right"] = model(both.flip(1), attention_mask=mask.flip(1)).logits[0, :-padding]
     results["without padding"] = model(both[:1].flip(1)[:, :-padding]).logits[0]
-    greedy = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    greedy = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     results["generated"] = model.generate(tokens[:, :cut], **greedy)
-    results["long"] = model.generate(tokens[:, :cut], **greedy | {"max_new_tokens": 200})
+    results["long"] = model.generate(tokens[:, :cut], **greedy | {"max_new_tokens": 80})
     results["by two"] = model.generate(both[:, :cut], attention_mask=mask[:, :cut], **greedy)
     results["beams"] = model.generate(tokens[:, :cut], max_new_tokens=5, num_beams=3)
     rounded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16).eval()

@@ -6,17 +6,15 @@ python -m tests.bridge.resumed FOLDER STEP SAVE       in an environment with Meg
 import sys
 
 from megacpp_mcore.launch import process
-from megacpp_mcore.nemo_recipes import bridge
 from megacpp_mcore.nemo_recipes.run import PATCHES
 from megacpp_mcore.patches.machinery import registry
-from megacpp_mcore.util.stand_in import process_environment
+from tests.bridge.lane import with_bridge
 
 
 def main() -> None:
     folder, step, save = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    with process_environment(), process.cpu_lane(), process.revert_patches_on_exit():
+    with with_bridge(), process.revert_patches_on_exit():
         registry.default().apply(PATCHES)
-        bridge.prepare()
         from megatron.bridge.training.config import ConfigContainer
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain

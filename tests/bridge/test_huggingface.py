@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import yaml
 
 from megacpp_mcore.model import Layout, preset, with_overrides
 from megacpp_mcore.model.training import HYBRID
-from tests import stock, tiny_run
-from tests.bridge.processes import run
+from tests import forks, stock, tiny_run
+from tests.bridge.processes import CLI, outcomes, run
 from tests.distributed.comparing import assert_same_bytes
 from tests.distributed.runs import launch
 from tests.saved import flip
@@ -82,15 +81,13 @@ def found(bridge_python: Path, place: Path, exported: Path) -> dict[str, Any]:
     return loaded(bridge_python, exported, place / "megatron.pt", place)
 
 
-def loaded(python: Path, exported: Path, tokens: Path, place: Path) -> dict[str, Any]:
+def loaded(python: Path, exported: Path, tokens: Path, place: Path, *only: str) -> dict[str, Any]:
     """Return the script's results for an export, run in ``place``."""
-    words = [str(word) for word in (python, HERE / "from_pretrained.py", exported, tokens, place / "hf.pt")]
     elsewhere = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MEGACPP_CONFIG")}
-    done = subprocess.run(
-        words, cwd=place, env=elsewhere | {"HF_HOME": str(place)}, capture_output=True, text=True, check=False
-    )
+    words = [str(word) for word in (HERE / "from_pretrained.py", exported, tokens, place / "hf.pt", *only)]
+    done = forks.run(words, cwd=place, env=elsewhere, python=str(python))
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(words[-1])
+    return torch.load(place / "hf.pt")
 
 
 def test_windows_and_yarn(bridge_python: Path, place: Path, tmp_path: Path) -> None:
@@ -107,7 +104,7 @@ def test_windows_and_yarn(bridge_python: Path, place: Path, tmp_path: Path) -> N
     tiny_run.start((*LAUNCH, str(HERE / "megatron_logits.py")), words, tmp_path).finish()
     options = ("megacpp_mcore", "checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "exported"))
     run(bridge_python, *options, "--model", model.name, MEGACPP_CONFIG=str(tmp_path / "config.yaml"))
-    check_logits(loaded(bridge_python, tmp_path / "exported", tokens, tmp_path), torch.load(tokens))
+    check_logits(loaded(bridge_python, tmp_path / "exported", tokens, tmp_path, "logits"), torch.load(tokens))
 
 
 def check_logits(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:
@@ -146,7 +143,7 @@ def test_padding_offloading_and_recompute_change_nothing(found: dict[str, Any]) 
 
 def test_greedy_tokens_are_those_of_sample(found: dict[str, Any], place: Path) -> None:
     prompt = bytes(torch.load(place / "megatron.pt")["tokens"][0, :CUT].tolist()).decode()
-    options = ("--device", "cpu", "--prompt", prompt, "--tokens", "200", "--temperature", "0", "--")
+    options = ("--device", "cpu", "--prompt", prompt, "--tokens", "80", "--temperature", "0", "--")
     words = ["--load", str(place / "saved"), *tiny_run.words(place, 1)]
     output = tiny_run.start(("megacpp_mcore", "sample", *options), words, place).finish()
     generated = bytes(found["long"][0].tolist())
@@ -194,9 +191,9 @@ def test_what_the_layers_do_not_have_is_refused_and_hidden_states_are_there(foun
     assert torch.equal(by_the_last, first)
 
 
-def test_the_speed_of_decoding_is_printed(bridge_python: Path, exported: Path, place: Path) -> None:
+def test_the_speed_of_decoding_is_printed(bridge_python: Path, exported: Path) -> None:
     words = ("examples.decoding_speed", str(exported), "--tokens", "6", "--prompt", "def ", "a", "--drafts", "1", "2")
-    done = run(bridge_python, *words, fork=False, HF_HOME=str(place))
+    done = run(bridge_python, *words)
     plain, *others = done.stdout.splitlines()
     assert re.fullmatch(r"0 drafts a call: [0-9.]+ tokens/s", plain), done.stderr[-3000:]
     assert [line[0] for line in others] == ["1", "2"]
@@ -275,25 +272,11 @@ def test_what_save_pretrained_wrote_is_imported(
     assert_same_bytes(stored(exported), stored(place / "saved_again"))
 
 
-AutoBridge = Callable[..., None]
-
-
-@pytest.fixture
-def auto_bridge(bridge_python: Path, place: Path, tmp_path: Path) -> AutoBridge:
-    """``tests.bridge.auto_bridge FOLDER BACK …``, started as ``starter`` does."""
-
-    def call(*words: Path, starter: tuple[str, ...] = (), **environment: str) -> None:
-        environment |= {"HF_HOME": str(tmp_path / "cache"), "MEGACPP_CONFIG": str(place / "config.yaml")}
-        words = (*starter, "tests.bridge.auto_bridge", *map(str, words))
-        run(bridge_python, *words, fork=False, **environment)  # transformers reads HF_HOME as it is imported
-
-    return call
-
-
 def test_bridge_takes_it_to_a_checkpoint_and_back(
-    auto_bridge: AutoBridge, command: Command, exported: Path, tmp_path: Path
+    bridge_python: Path, command: Command, exported: Path, place: Path, tmp_path: Path
 ) -> None:
-    auto_bridge(exported, tmp_path / "back", tmp_path / "checkpoint")
+    words = map(str, (exported, tmp_path / "back", tmp_path / "checkpoint"))
+    run(bridge_python, "tests.bridge.auto_bridge", *words, MEGACPP_CONFIG=str(place / "config.yaml"))
     command("export", tmp_path / "checkpoint", tmp_path / "ours")
     for folder in (tmp_path / "back", tmp_path / "ours"):
         assert_same_bytes(stored(exported), stored(folder))
@@ -303,89 +286,66 @@ def test_bridge_takes_it_to_a_checkpoint_and_back(
 
 @pytest.mark.parametrize("split", ["tensor expert", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
 def test_bridge_takes_it_through_two_processes(
-    auto_bridge: AutoBridge, exported: Path, tmp_path: Path, split: str
+    bridge_python: Path, exported: Path, place: Path, tmp_path: Path, split: str
 ) -> None:
-    starter = ("torch.distributed.run", "--nproc-per-node", "2", "-m")
-    auto_bridge(exported, tmp_path / "back", starter=starter, SPLIT=split)
+    words = ("-m", "tests.bridge.auto_bridge", str(exported), str(tmp_path / "back"))
+    variables = {"MEGACPP_CONFIG": str(place / "config.yaml"), "SPLIT": split}
+    status, output = forks.run_ranks(words, 2, python=str(bridge_python), megatron=True, **variables)
+    assert status == 0, output[-3000:]
     assert_same_bytes(stored(exported), stored(tmp_path / "back"))
 
 
-@pytest.fixture
-def damaged(exported: Path, tmp_path: Path) -> Path:
-    """A copy that a test damages."""
-    return shutil.copytree(exported, tmp_path / "damaged")
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (
-            lambda folder: (folder / "model-00001-of-00001.safetensors").unlink(),
-            "model-00001-of-00001.safetensors is missing",
-        ),
-        (
-            lambda folder: os.truncate(folder / "model-00001-of-00001.safetensors", 5000),
-            "model-00001-of-00001.safetensors",
-        ),
-        (
-            lambda folder: flip(folder / "model-00001-of-00001.safetensors", -1),
-            "model-00001-of-00001.safetensors is not what was exported",
-        ),
-        (lambda folder: edit(folder / "model.safetensors.index.json", sha256={"x": ""}), "is not what was exported"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: edit(folder / "config.json", index_topk=7), "index_topk is 7"),
-        (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=["x"]), "weight_map"),
-    ],
-    ids=[
-        "a file deleted",
-        "a file cut",
-        "a bit flipped",
-        "no digest of a file",
-        "no configuration",
-        "another model",
-        "no map",
-    ],
-)
-def test_a_damaged_export_is_named(
-    command: Command, damaged: Path, tmp_path: Path, change: Callable[[Path], object], named: str
-) -> None:
-    change(damaged)
-    assert named in command("import", damaged, tmp_path / "new", status=2)
-    assert not list(tmp_path.glob("new*"))
-
-
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("mamba3: {a_floor: 0.5}", "mamba3.a_floor is 0.0001, expected 0.5"),
-        ("moe: {topk: 1}", "moe_router_topk is 2, expected 1"),
-        ("rope_theta: 10000", "rotary_base is 500000, expected 10000"),
-    ],
-)
-def test_what_no_tensor_shows_is_compared(
-    command: Command, place: Path, tmp_path: Path, override: str, named: str
-) -> None:
-    settings = tmp_path / "other.yaml"
-    settings.write_text((place / "config.yaml").read_text() + f"  {override}\n")
-    assert named in command("export", place / "saved", tmp_path / "new", status=2, settings=str(settings))
+WEIGHTS, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
+    (lambda folder: os.truncate(folder / WEIGHTS, 5000), WEIGHTS),
+    (lambda folder: flip(folder / WEIGHTS, -1), f"{WEIGHTS} is not what was exported"),
+    (lambda folder: edit(folder / INDEX, sha256={"x": ""}), "is not what was exported"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    (lambda folder: edit(folder / "config.json", index_topk=7), "index_topk is 7"),
+    (lambda folder: edit(folder / INDEX, weight_map=["x"]), "weight_map"),
+]
+"""Of an export, and what its import says."""
+OTHERS = {
+    "mamba3: {a_floor: 0.5}": "mamba3.a_floor is 0.0001, expected 0.5",
+    "moe: {topk: 1}": "moe_router_topk is 2, expected 1",
+    "rope_theta: 10000": "rotary_base is 500000, expected 10000",
+}
+"""Overrides of another model, which no tensor shows."""
 
 
 def edit(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_what_cannot_be_exported_is_named(command: Command, exported: Path, place: Path, tmp_path: Path) -> None:
-    assert str(exported) in command("export", place / "saved", exported, status=2)  # exists
-    message = command("export", place / "saved", tmp_path / "new", status=2, settings="")  # another schedule
-    assert "core_attention.indexer" in message
-    assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)
-    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": 3}}')
-    assert "tokenizer.json" in command("export", place / "saved", tmp_path / "new", "--tokenizer", tmp_path, status=2)
-    assert "bytes" in command("export", place / "saved", tmp_path / "new", "--shard-bytes", 0, status=2)
+def test_what_is_damaged_of_another_model_or_impossible_is_named(
+    bridge_python: Path, exported: Path, place: Path, tmp_path: Path
+) -> None:
+    """Every command in one process; each leaves nothing."""
+    config, new, cases = (place / "config.yaml").read_text(), tmp_path / "new", []
+    for number, (damage, named) in enumerate(DAMAGES):
+        damage(shutil.copytree(exported, folder := tmp_path / f"damaged{number}"))
+        cases.append((["import", folder, new], config, named))
+    for override, named in OTHERS.items():
+        cases.append((["export", place / "saved", new], f"{config}  {override}\n", named))
     shutil.copytree(place / "saved", tmp_path / "saved")
     (shard,) = (tmp_path / "saved").glob("iter_*/*.distcp")
     os.truncate(shard, 1000)
-    assert shard.name in command("export", tmp_path / "saved", tmp_path / "new", status=2)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": 3}}')
+    cases += [
+        (["export", place / "saved", exported], config, str(exported)),  # exists
+        (["export", place / "saved", new], "model: nam56r_tiny\n", "core_attention.indexer"),  # another schedule
+        (["export", place / "saved", new, "--tokenizer", place], config, "tokenizer.json"),  # has none
+        (["export", place / "saved", new, "--tokenizer", tmp_path], config, "tokenizer.json"),
+        (["export", place / "saved", new, "--shard-bytes", 0], config, "bytes"),
+        (["export", tmp_path / "saved", new], config, shard.name),
+    ]
+    commands = []
+    for number, (words, settings, _) in enumerate(cases):
+        (tmp_path / f"{number}.yaml").write_text(settings)
+        commands.append([f"MEGACPP_CONFIG={tmp_path}/{number}.yaml", "checkpoint", *words, "--model", "nam56r_tiny"])
+    for (words, _, named), (status, output, _) in zip(cases, outcomes(bridge_python, CLI, commands), strict=True):
+        assert (status, named in output) == (2, True), (words, output)
     assert not list(tmp_path.glob("new*"))
 
 

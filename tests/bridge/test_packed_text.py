@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
-from tests.bridge.processes import run
+from tests.bridge.processes import CLI, outcomes, run
 
 pytestmark = pytest.mark.bridge
 
@@ -35,40 +36,38 @@ pq.write_table(pa.table({"code": pa.StringArray.from_buffers(4, ends, characters
 """
 
 
-@pytest.fixture(scope="module")
-def folder(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("packed")
-    (made / "write.py").write_text(WRITE)
-    run(bridge_python, "write", str(made), folder=made)
-    return made
+PACKED = ["packed.jsonl.zst", "table.parquet"]
+REFUSED = [
+    ("cut.jsonl.zst", "code", ["cut.jsonl.zst cannot be unpacked: Truncated", "restore it from a copy"]),
+    ("cut.parquet", "code", ["cut.parquet cannot be unpacked", "restore it from a copy"]),
+    ("table.parquet", "text", ["no column 'text'; found id, code: --json-key"]),
+    ("holes.parquet", "code", ["holes.parquet, row 400: the value of 'code' is a NoneType"]),
+    ("bytes.parquet", "code", ["bytes.parquet, row 3: byte 1 of its text is not UTF-8"]),
+]
 
 
-@pytest.mark.parametrize("name", ["packed.jsonl.zst", "table.parquet"])
-def test_it_gives_the_dataset_of_plain_lines(bridge_python: Path, folder: Path, name: str) -> None:
-    made = {}
-    for source, workers in (("plain.jsonl", "1"), (name, "2")):
-        prefix = folder / f"{source}_for_{name}"
-        words = ["--output", str(prefix), "--json-key", "code", "--split", "a=0.6,b=0.4", "--workers", workers]
-        done = run(bridge_python, "megacpp_mcore", "data", "prepare", str(folder / source), *words)
-        assert "1/1 files" in done.stderr
-        made[source] = [Path(f"{prefix}_{side}.{kind}").read_bytes() for side in "ab" for kind in ("bin", "idx")]
-    assert made["plain.jsonl"] == made[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "values"),
-    [
-        ("cut.jsonl.zst", "code", ["cut.jsonl.zst cannot be unpacked: Truncated", "restore it from a copy"]),
-        ("cut.parquet", "code", ["cut.parquet cannot be unpacked", "restore it from a copy"]),
-        ("table.parquet", "text", ["no column 'text'; found id, code: --json-key"]),
-        ("holes.parquet", "code", ["holes.parquet, row 400: the value of 'code' is a NoneType"]),
-        ("bytes.parquet", "code", ["bytes.parquet, row 3: byte 1 of its text is not UTF-8"]),
-    ],
-)
-def test_what_cannot_be_read_is_named(
-    bridge_python: Path, folder: Path, name: str, key: str, values: list[str]
+def test_it_gives_the_dataset_of_plain_lines_and_what_cannot_be_read_is_named(
+    bridge_python: Path, tmp_path: Path
 ) -> None:
-    words = ["data", "prepare", str(folder / name), "--output", str(folder / "none"), "--json-key", key]
-    done = run(bridge_python, "megacpp_mcore", *words, status=2)
-    assert all(value in done.stderr for value in values), done.stderr
-    assert not list(folder.glob("none*"))
+    (tmp_path / "write.py").write_text(WRITE)
+    run(bridge_python, "write", str(tmp_path), folder=tmp_path)
+    split = ["--json-key", "code", "--split", "a=0.6,b=0.4", "--workers"]
+    plain, *packed = (
+        ["data", "prepare", tmp_path / name, "--output", tmp_path / f"of {name}", *split, workers]
+        for name, workers in (("plain.jsonl", 1), *((name, 2) for name in PACKED))
+    )
+    refused = [
+        ["data", "prepare", tmp_path / name, "--output", tmp_path / "none", "--json-key", key]
+        for name, key, _ in REFUSED
+    ]
+    answers = outcomes(bridge_python, CLI, [plain, *packed, *refused])
+    for status, output, _ in answers[: -len(REFUSED)]:
+        assert status == 0, output
+        assert "1/1 files" in output
+    for name, side, kind in itertools.product(PACKED, "ab", ("bin", "idx")):
+        of_plain, of_packed = (tmp_path / f"of {source}_{side}.{kind}" for source in ("plain.jsonl", name))
+        assert of_packed.read_bytes() == of_plain.read_bytes()
+    for (_, _, values), (status, output, _) in zip(REFUSED, answers[-len(REFUSED) :], strict=True):
+        assert status == 2
+        assert all(value in output for value in values), output
+    assert not list(tmp_path.glob("none*"))

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from megacpp_mcore.commands import doctor
 from megacpp_mcore.model import flops
 from megacpp_mcore.model.recipes import RECIPES
-from tests.bridge import factories
-from tests.bridge.processes import TINY, answer, run
+from tests import forks
+from tests.bridge import factories, optimizers
+from tests.bridge.processes import RUNNER, TINY, answer, outcomes
 
 # What Bridge and stock say differently, and NAM56R's training does not depend on: model, optimizer, DDP.
 HARMLESS = {
@@ -44,8 +46,7 @@ def test_a_recipe_says_to_bridge_what_it_says_to_the_command_line(bridge_python:
 @pytest.fixture(scope="module")
 def built(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of :mod:`tests.bridge.factories` on every recipe, built offline."""
-    folder = tmp_path_factory.mktemp("factories")
-    return answer(bridge_python, "tests.bridge.factories", str(folder), fork=False, HF_HUB_OFFLINE="1")
+    return answer(bridge_python, "tests.bridge.factories", str(tmp_path_factory.mktemp("factories")))
 
 
 def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> None:
@@ -57,6 +58,13 @@ def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> 
     assert {name: built[name]["environment"] for name in RECIPES if built[name]["environment"]} == brought
     assert "without.yaml (MEGACPP_CONFIG) differs in backends or fp8 from" in built["without"]
     assert built["unknown"].startswith(f"no attribute '{TINY}_confg'; did you mean '{TINY}_config'")
+
+
+def test_what_doctor_tries_of_bridge_works(bridge_python: Path) -> None:
+    """Without the CPU lane, and without what runs import before."""
+    (probe,) = (component.probe for component in doctor.COMPONENTS if component.name == "megatron-bridge")
+    done = forks.run(["-c", probe], python=str(bridge_python))
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_bridge_counts_the_audited_operations(built: dict[str, Any]) -> None:
@@ -71,87 +79,72 @@ def test_bridge_counts_the_audited_operations(built: dict[str, Any]) -> None:
 
 
 REFUSED = [
-    ("nam56r_tiny_pretrain_1cpu", [], f"there is no recipe 'nam56r_tiny_pretrain_1cpu'; did you mean '{TINY}'"),
-    (TINY, [], "the recipe trains on real text and none is named; add dataset.data_path=PREFIX"),
-    (TINY, ["train.train_itres=3"], "no 'train.train_itres'; did you mean 'train.train_iters'"),
-    (TINY, ["trian.train_iters=3"], "no 'trian'; did you mean 'train'"),
-    (TINY, ["+train.bogus=3"], "'+train.bogus=3' is not of the form KEY=VALUE"),
-    (TINY, ["~train.train_iters"], "is not of the form KEY=VALUE"),
-    (TINY, ["train.train_iters=abc"], "train.train_iters is 'abc'"),
-    (TINY, ["train.train_iters=null"], "train.train_iters is 'null'; expected a whole number, 1 or more"),
-    (TINY, ["train.micro_batch_size=0"], "train.micro_batch_size is '0'; expected a whole number, 1 or more"),
-    (TINY, ["comm_overlap.tp_comm_overlap=true"], "sets a field of comm_overlap, which is None in this recipe"),
-    (TINY, ["env_vars.NCCL_DEBUG=INFO"], "no 'env_vars.NCCL_DEBUG'"),
+    ("nam56r_tiny_pretrain_1cpu", "", f"there is no recipe 'nam56r_tiny_pretrain_1cpu'; did you mean '{TINY}'"),
+    (TINY, "", "the recipe trains on real text and none is named; add dataset.data_path=PREFIX"),
+    (TINY, "train.train_itres=3", "no 'train.train_itres'; did you mean 'train.train_iters'"),
+    (TINY, "trian.train_iters=3", "no 'trian'; did you mean 'train'"),
+    (TINY, "train.train_iters=null", "train.train_iters is 'null'; expected a whole number, 1 or more"),
+    (TINY, "comm_overlap.tp_comm_overlap=true", "sets a field of comm_overlap, which is None in this recipe"),
+    (TINY, "env_vars.NCCL_DEBUG=INFO", "no 'env_vars.NCCL_DEBUG'"),
+    (TINY, "comm_overlap={tp_comm_overlap:true}", "comm_overlap={'tp_comm_overlap': True} is a mapping for"),
+    (TINY, "model.hidden_size=64 dataset.data_path=text", "hidden_size: found 64, expected"),
+    (TINY, "model.transformer_layer_spec=os.system", "model.transformer_layer_spec"),
+    (TINY, "dataset.data_path=/nowhere/text", "/nowhere/text"),
+    (TINY, "model.expert_model_parallel_size=2", "pipeline 1 × expert 2, needs 2 processes, got 1"),
+    (TINY, "model.expert_model_parallel_size=two dataset.data_path=text", "expert_model_parallel_size is 'two' (str)"),
+    (TINY, "train.micro_batch_size=3 dataset.data_path=text", "batch of 8 is not a multiple of the micro-batch (3)"),
+    (TINY, "model.parallel_output=false dataset.data_path=text", "model.parallel_output is false; Megatron's loss"),
+    (TINY, "model.num_query_groups=2", "--num-query-groups configures attention that the model does not have"),
+    (TINY, "optimizer.optimizer=adamm", "optimizer.optimizer is 'adamm'; did you mean 'adam'"),
+    (TINY, "optimizer=muon optimizer.use_distributed_optimizer=true", "use_distributed_optimizer: true, which"),
+    (TINY, "--observe here --no-observe dataset.data_path=CORPUS", "--observe here and --no-observe were both given"),
+    (TINY, "--profile 2-3 dataset.data_path=CORPUS", "steps 2-3 are to be profiled, and nothing is recorded"),
     (
         TINY,
-        ["comm_overlap={tp_comm_overlap: true}"],
-        "comm_overlap={'tp_comm_overlap': True} is a mapping for a whole section",
+        "logger.skip_train_metrics_log=true --observe here dataset.data_path=CORPUS",
+        "skip_train_metrics_log is true",
     ),
-    (TINY, ["model.hidden_size=64", "dataset.data_path=text"], "hidden_size: found 64, expected"),
-    (TINY, ["model.transformer_layer_spec=os.system"], "model.transformer_layer_spec"),
-    (TINY, ["dataset.data_path=/nowhere/text"], "/nowhere/text"),
-    (TINY, ["model.expert_model_parallel_size=2"], "pipeline 1 × expert 2, needs 2 processes, got 1"),
-    (
-        TINY,
-        ["model.expert_model_parallel_size=two", "dataset.data_path=text"],
-        "model.expert_model_parallel_size is 'two' (str)",
-    ),
-    (
-        TINY,
-        ["train.micro_batch_size=3", "dataset.data_path=text"],
-        "batch of 8 is not a multiple of the micro-batch (3)",
-    ),
-    (
-        TINY,
-        ["model.parallel_output=false", "dataset.data_path=text"],
-        "model.parallel_output is false; Megatron's loss",
-    ),
-    (TINY, ["model.num_query_groups=2"], "--num-query-groups configures attention that the model does not have"),
-    (TINY, ["optimizer.optimizer=adamm"], "optimizer.optimizer is 'adamm'; did you mean 'adam'"),
-    (
-        TINY,
-        ["optimizer=muon", "optimizer.use_distributed_optimizer=true"],
-        "optimizer.use_distributed_optimizer: true, which",
-    ),
-    ("nam56r_pretrain_8gpu_h200_bf16", [], "needs 8 processes, got 1"),
-    ("nam56r_pretrain_1gpu_h200_bf16", [], "needs 1 GPU on this host, and torch sees 0"),
+    ("nam56r_pretrain_8gpu_h200_bf16", "", "needs 8 processes, got 1"),
+    ("nam56r_pretrain_1gpu_h200_bf16", "", "needs 1 GPU on this host, and torch sees 0"),
 ]
 
 
-def test_what_is_refused(bridge_python: Path) -> None:
+def test_what_is_refused(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
     """All in one process without a visible GPU: each prints one sentence, exits with status 2 and leaves nothing behind."""
-    commands = [["--recipe", recipe, *overrides] for recipe, overrides, _ in REFUSED]
-    answers = answer(bridge_python, "tests.bridge.refusals", json.dumps(commands), CUDA_VISIBLE_DEVICES="")
-    assert len(answers) == len(REFUSED)
-    for (_, _, says), (status, error, replaced) in zip(REFUSED, answers, strict=True):
-        assert status == 2, error
-        assert says in error
-        assert "Traceback" not in error[error.index("megacpp-mcore: ") :]
-        assert replaced == []
+    commands = [["--recipe", name, *words.replace("CORPUS", corpus).split()] for name, words, _ in REFUSED]
+    answers = outcomes(bridge_python, RUNNER, commands, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    for (_, _, says), (status, output, replaced) in zip(REFUSED, answers, strict=True):
+        assert (status, replaced) == (2, []), output
+        assert says in output
+        assert "Traceback" not in output[output.index("megacpp-mcore: ") :]
+
+
+MUON = {"optimizer.optimizer": "muon"}
+UNCUT = MUON | dict.fromkeys(optimizers.CUT, False)
+OPTIMIZERS: list[tuple[str, dict[str, Any], str]] = [
+    ("muon", {}, "muon at 0.2"),
+    ("adam", UNCUT | {"optimizer.muon_extra_scale_factor": 1.0}, "muon at 1.0"),
+    ("adam", {"installed": False}, "adam at None"),
+    ("muon", {"installed": False}, "pip install emerging-optimizers absl-py"),
+    ("muon", {"ddp.use_distributed_optimizer": True}, "ddp.use_distributed_optimizer: true"),
+    ("lion", {"optimizer.overlap_param_gather": True}, "lion updates whole weights; set to false"),
+    ("muon", {"dist.use_torch_fsdp2": True}, "dist.use_torch_fsdp2: true"),
+    ("adam", MUON, "ddp.use_distributed_optimizer, optimizer.use_distributed_optimizer, ddp.overlap"),
+    ("adam", UNCUT, "optimizer.muon_extra_scale_factor is not set; set 0.2"),
+    ("adam", {"optimizer.optimizer": "dist_muon"}, "optimizer.optimizer is 'dist_muon'; did you mean 'muon'"),
+    (
+        "muon",
+        {"optimizer.use_precision_aware_optimizer": True},
+        "--use-precision-aware-optimizer, which only Adam does",
+    ),
+]
+"""Optimizer of the recipe, keys set in Python, and what is said."""
 
 
 def test_an_optimizer_that_bridge_cannot_cut_is_whole_and_known_to_the_experts(bridge_python: Path) -> None:
-    answers = answer(bridge_python, "tests.bridge.optimizers")
+    asked = json.dumps([case for *case, _ in OPTIMIZERS])
+    answers = answer(bridge_python, "tests.bridge.optimizers", asked)
     unsharded, cut = [False] * 5, [True] * 5
     assert answers["cut"] == {"adam": cut, "sgd": cut, "lion": unsharded, "muon": unsharded, "adaptive_muon": unsharded}
-    says = answers["says"]
-    assert says["as it is"] == "muon at 0.2"
-    assert says["in Python, whole, scaled"] == "muon at 1.0"
-    assert says["adam, not installed"] == "adam at None"
-    assert says["cut by hand"].startswith("ddp.use_distributed_optimizer: true")
-    assert says["gathered by hand"].startswith("optimizer.overlap_param_gather: true")
-    assert "lion updates whole weights; set to false" in says["gathered by hand"]
-    assert says["FSDP by hand"].startswith("dist.use_torch_fsdp2: true")
-    assert says["in Python"].startswith(
-        "ddp.use_distributed_optimizer, optimizer.use_distributed_optimizer, ddp.overlap"
-    )
-    assert says["in Python, whole"].startswith("optimizer.muon_extra_scale_factor is not set; set 0.2")
-    assert says["unknown"].startswith("optimizer.optimizer is 'dist_muon'; did you mean 'muon'")
-    assert "--use-precision-aware-optimizer, which only Adam does" in says["narrow"]
-    assert says["not installed"].endswith("pip install emerging-optimizers absl-py")
-
-
-def test_doctor_finds_bridge_working(bridge_python: Path) -> None:
-    done = run(bridge_python, "megacpp_mcore", "doctor", "--json", fork=False)
-    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["components"]}
-    assert (findings["megatron-bridge"]["state"], findings["megatron-bridge"]["version"]) == ("works", "0.6.2")
+    for (*case, says), said in zip(OPTIMIZERS, answers["says"], strict=True):
+        assert says in said, case

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,7 @@ from megacpp_mcore.observe import events, goodput, receipts
 from megacpp_mcore.observe.receipts.claims import compare as compare_receipts
 from megacpp_mcore.observe.steps import read_steps
 from tests import stock
-from tests.bridge.processes import TINY, run
+from tests.bridge.processes import RUNNER, TINY, outcomes, run
 from tests.distributed.comparing import assert_same_bytes
 from tests.saved import tensors_in
 
@@ -22,11 +22,11 @@ STEPS, RESUMED = 4, 2
 """Steps of the run that all compare with, and the one whose checkpoint others go on from."""
 
 
-def recipe_run(python: Path, corpus: str, folder: Path, *overrides: str, processes: int = 1, **environment: str) -> str:
+def recipe_run(python: Path, corpus: str, folder: Path, *overrides: str, processes: int = 1, **how: Any) -> str:
     """The tiny recipe through our runner, under torchrun where there are several processes; its output."""
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"] * (processes > 1)
     words = [*start, "megacpp_mcore.nemo_recipes.run", "--recipe", TINY, f"dataset.data_path={corpus}", *overrides]
-    done = run(python, *words, folder=folder, **environment)
+    done = run(python, *words, folder=folder, **how)
     return done.stdout + done.stderr
 
 
@@ -50,7 +50,7 @@ def trained(bridge_python: Path, corpus: str, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("bridge")
     log = recipe_run(
         bridge_python, corpus, folder, f"train.train_iters={STEPS}", f"checkpoint.save={folder}/saved",
-        f"checkpoint.save_interval={RESUMED}",
+        f"checkpoint.save_interval={RESUMED}", megatron=False,
     )  # fmt: skip
     return folder, log
 
@@ -135,18 +135,6 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
     check_checkpoints(tmp_path, folder / "saved")
 
 
-def test_a_run_that_would_overwrite_its_checkpoint_is_refused(
-    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
-) -> None:
-    words = ["--recipe", TINY, "--no-observe", f"dataset.data_path={corpus}", f"checkpoint.save={trained[0]}/saved"]
-    done = run(bridge_python, "tests.bridge.refusals", json.dumps([words]), folder=tmp_path)
-    ((status, error, replaced),) = json.loads(done.stdout.splitlines()[-1])
-    assert (status, replaced) == (2, [])
-    assert (
-        f"{trained[0]}/saved has a checkpoint of iteration {STEPS}, and this run, which starts at iteration 0" in error
-    )
-
-
 def test_the_other_class_goes_on_from_its_checkpoint(
     bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
 ) -> None:
@@ -215,23 +203,23 @@ def test_experts_on_two_processes_train_as_on_one(
     assert [re.findall(r"moe_token_dispatcher_type: '?(\w+)", log)[:1] for log in (single, split)] == [["alltoall"], []]
 
 
-def test_a_checkpoint_that_is_not_there_is_no_beginning(bridge_python: Path, corpus: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_no_beginning_and_one_that_is_there_is_not_overwritten(
+    bridge_python: Path, trained: tuple[Path, str], corpus: str, tmp_path: Path
+) -> None:
     """Bridge alone would silently start from random weights; here it does so only if allowed."""
-    empty = tmp_path / "empty"
+    saved, empty = trained[0] / "saved", tmp_path / "empty"
     empty.mkdir()
-    commands = [
-        ["--recipe", TINY, f"dataset.data_path={corpus}", "train.train_iters=1", "train.global_batch_size=1", *words]
-        for words in (
-            [f"checkpoint.load={tmp_path}/nowhere"],
-            [f"checkpoint.load={empty}"],
-            [f"checkpoint.pretrained_checkpoint={empty}"],
-            [f"checkpoint.load={empty}", "checkpoint.exit_on_missing_checkpoint=false"],
-        )
-    ]
-    done = run(bridge_python, "tests.bridge.refusals", json.dumps(commands), folder=tmp_path)
-    *refused, (status, _, _) = json.loads(done.stdout.splitlines()[-1])
-    for words, (code, error, replaced) in zip(commands, refused, strict=False):
-        assert (code, replaced) == (2, [])
-        assert f"there is no checkpoint to load in {words[-1]}" in error
+    common = (
+        f"--recipe {TINY} --no-observe dataset.data_path={corpus} train.train_iters=1 train.global_batch_size=1".split()
+    )
+    keys = (f"load={tmp_path}/nowhere", f"load={empty}", f"pretrained_checkpoint={empty}", f"save={saved}")
+    commands = [[*common, f"checkpoint.{key}"] for key in keys]
+    commands.append([*commands[1], "checkpoint.exit_on_missing_checkpoint=false"])
+    *refused, (status, output, _) = outcomes(bridge_python, RUNNER, commands, folder=tmp_path)
+    assert [(code, replaced) for code, _, replaced in refused] == [(2, [])] * len(keys)
+    *lacking, overwritten = (error for _, error, _ in refused)
+    for key, error in zip(keys[:-1], lacking, strict=True):
+        assert f"there is no checkpoint to load in checkpoint.{key}" in error
         assert "checkpoint.exit_on_missing_checkpoint=false" in error
-    assert (status, len(losses(done.stdout))) == (0, 1)
+    assert f"{saved} has a checkpoint of iteration {STEPS}, and this run, which starts at iteration 0" in overwritten
+    assert (status, len(losses(output))) == (0, 1)

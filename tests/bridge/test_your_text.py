@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+from tests.bridge import forked
 from tests.bridge.processes import run
 from tests.repository.test_docs import PAGES, ROOT, blocks, expectations, missing
 
@@ -44,9 +46,9 @@ def session(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     (here / "texts").mkdir()
     for name, page in PAGES.items():
         (here / "texts" / name).write_text(page[:2000])
-    tools = "pip() { :; }\nmegacpp-mcore() { " + f'"{bridge_python}" -W ignore -m megacpp_mcore "$@"; }}\n'
+    tools = f'pip() {{ :; }}\nmegacpp-mcore() {{ {forked.words(bridge_python)} -m megacpp_mcore "$@"; }}\n'
     commands = "".join(f"{block}\necho '{END}'\n" for block in blocks(PAGES["your-text.md"], "sh"))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(here / "home"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | forks.shared(str(bridge_python)) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("MEGACPP_CONFIG", None)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "exec 2>&1\n" + tools + commands], cwd=here, env=environment,
@@ -82,8 +84,7 @@ def test_the_export_runs_under_lm_eval(session: tuple[Path, list[str]], bridge_p
     words = ["lm_eval", "run", "--model", "hf", "--tasks", "counting,held_out", "--device", "cpu", "--batch_size", "1"]
     words += ["--model_args", f"pretrained={here / 'exported'},trust_remote_code=True", "--include_path", str(tmp_path)]
     words += ["--output_path", str(tmp_path / "found.json")]
-    offline = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    run(bridge_python, *words, folder=tmp_path, fork=False, **offline)
+    run(bridge_python, *words, folder=tmp_path)
     (file,) = tmp_path.glob("found*.json")
     results = json.loads(file.read_text())["results"]
     assert 0 <= results["counting"]["acc,none"] <= 1

@@ -1,39 +1,17 @@
-"""Requests recordings that are impossible; prints the message for each, and for each missing function of Bridge's loop.
+"""Prints, as JSON, what is said of each function of Bridge's loop that is missing, and whether the others stayed as they were.
 
-python -m tests.bridge.unobserved CORPUS FOLDER       in an environment with Megatron-Bridge; on the CPU lane
+python -m tests.bridge.unobserved       in an environment with Megatron-Bridge; on the CPU lane
 """
 
-import contextlib
 import importlib
-import io
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
-from megacpp_mcore.nemo_recipes import run
 from megacpp_mcore.nemo_recipes.bridge_loop import SEAMS, BridgeLoop
 from megacpp_mcore.observe.clock import Clock
-from tests.bridge.processes import TINY
-
-ASKED = (
-    ["--observe", "here", "--no-observe"],
-    ["--profile", "2-3"],
-    ["logger.skip_train_metrics_log=true", "--observe", "{folder}/run"],
-)
-
-
-def refused(corpus: str, folder: str) -> list[tuple[int, str]]:
-    """Status and message of each of ``ASKED``."""
-    answers = []
-    for words in ASKED:
-        error = io.StringIO()
-        with contextlib.redirect_stderr(error):
-            options = [word.format(folder=folder) for word in words]
-            status = run.main(["--recipe", TINY, f"dataset.data_path={corpus}", *options])
-        answers.append((status, error.getvalue()))
-    return answers
+from tests.bridge.lane import with_bridge
 
 
 def without(module: str, name: str) -> tuple[str, bool]:
@@ -68,9 +46,9 @@ def current() -> list[Any]:
 
 
 def main() -> None:
-    answers = refused(sys.argv[1], sys.argv[2])
-    gone = {f"{seam.module}:{seam.name}": without(seam.module, seam.name) for seam in SEAMS}
-    print("\n" + json.dumps((answers, gone)))
+    with with_bridge():
+        gone = {f"{seam.module}:{seam.name}": without(seam.module, seam.name) for seam in SEAMS}
+    print("\n" + json.dumps(gone))
 
 
 if __name__ == "__main__":

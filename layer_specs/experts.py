@@ -98,9 +98,6 @@ def expert_layer_spec(config: TransformerConfig, parts: Parts, dispatcher: Dispa
     )
 
 
-# --- Ours or stock's ----------------------------------------------------------------------------------------------------
-
-
 def choose_experts(config: TransformerConfig, dispatcher: Dispatcher) -> Resolution:
     """Choose our routed experts or stock's; stock's if the run needs a feature that only they have, or kernels we lack.
 
@@ -191,9 +188,6 @@ def own_experts(stock: ExpertsBuilder, dispatcher: Dispatcher) -> ExpertsBuilder
 def stock_experts(stock: ExpertsBuilder, _: Dispatcher) -> ExpertsBuilder:
     """Return ``stock`` itself: the experts of ``--transformer-impl`` and ``--moe-grouped-gemm``."""
     return stock
-
-
-# --- The layer ----------------------------------------------------------------------------------------------------------
 
 
 class ExpertsLayer(MoELayer):
@@ -332,9 +326,6 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
     return add
 
 
-# --- Our experts --------------------------------------------------------------------------------------------------------
-
-
 class StackedExperts(MegatronModule):
     """The routed experts of this rank, stacked into two parameters: ``weight1 [N, F, D]`` and ``weight2 [N, D, F]``.
 
@@ -466,9 +457,6 @@ def _by_expert(
         ShardedTensor.from_rank_offsets(key, matrix, *offsets, replica_id=replica_id, prepend_axis_num=len(offsets))
         for matrix, offsets in zip(stacked.unbind(), places, strict=True)
     ]
-
-
-# --- Stock's experts ----------------------------------------------------------------------------------------------------
 
 
 def _linears(stock: MoESubmodules, config: TransformerConfig, parts: Parts) -> MoESubmodules:

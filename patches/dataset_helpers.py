@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megacpp_mcore.errors import LaunchError
@@ -45,7 +44,10 @@ def ready_helper(folder: Path) -> str | None:
         if source is None or _read(other / "helpers.cpp") != source or _outdated(other):
             continue
         if (library := _library(other)) is not None:
-            sys.modules[HELPER] = _load_extension(HELPER, library)
+            spec: Any = importlib.util.spec_from_file_location(HELPER, library)  # by its suffix: never None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[HELPER] = module
             return str(library)
     return None
 
@@ -65,15 +67,6 @@ def _library(folder: Path) -> Path | None:
 
 def _read(file: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
-
-
-def _load_extension(name: str, library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, library)
-    if spec is None or spec.loader is None:
-        raise LaunchError(f"{library} cannot be loaded as a Python extension; reinstall megatron-core")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _datasets_folder() -> Path:

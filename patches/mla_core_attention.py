@@ -191,9 +191,6 @@ def _packed_obstacle(call: Call, packed: Any) -> str | None:
     return None
 
 
-# --- Transformer Engine -------------------------------------------------------------------------------------------------
-
-
 def _instead_of_te(call: Call) -> torch.Tensor | Kept:
     """Attention by the op's kernels if Transformer Engine would run unfused or FlashAttention 4; otherwise why not."""
     from megacpp_mcore.ops.mla import sdpa
@@ -330,9 +327,6 @@ def _te_selection(question: tuple[tuple[str, Any], ...]) -> tuple[bool, str]:
     if flash and str(flash_version).startswith("4."):  # NVTE_FLASH_ATTN_V4 was set to 1
         return True, "Transformer Engine selects FlashAttention 4, which takes its causal window for an empty one"
     return False, f"Transformer Engine selects its {'flash' if flash else 'fused' if fused else 'no'} backend"
-
-
-# --- the local implementation -------------------------------------------------------------------------------------------
 
 
 @edit(

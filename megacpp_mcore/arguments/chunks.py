@@ -11,11 +11,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 def model_chunks(config: TransformerConfig) -> tuple[range, ...]:
     """Return the 1-based layer numbers of every model chunk, as Megatron splits them, in layer order."""
-    chunks = []
-    for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        for pp_rank in range(config.pipeline_model_parallel_size):
-            chunks.append(chunk_layers(config, vp_stage, pp_rank))
-    return tuple(chunks)
+    return tuple(
+        chunk_layers(config, vp_stage, pp_rank)
+        for vp_stage in range(config.virtual_pipeline_model_parallel_size or 1)
+        for pp_rank in range(config.pipeline_model_parallel_size)
+    )
 
 
 def chunk_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None = None) -> range:

@@ -23,7 +23,6 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -332,7 +331,7 @@ def read_documents(
 def _record(line: bytes) -> dict[str, Any]:
     """Parse the JSON object in ``line``; empty if there is none."""
     if line.startswith(b"{"):
-        with suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError):
             return dict(json.loads(line))
     return {}
 
@@ -430,7 +429,7 @@ def parse_split(text: str) -> dict[str, float]:
     """
     shares: dict[str, float] = {}
     parts = [part.partition("=") for part in text.split(",")]
-    with suppress(ValueError):
+    with contextlib.suppress(ValueError):
         shares = {name.strip(): float(share) for name, _, share in parts}
     are_words = all(name.replace("_", "").replace("-", "").isalnum() for name in shares)
     total = sum(shares.values())

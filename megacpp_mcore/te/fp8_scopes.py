@@ -256,8 +256,11 @@ class Scopes:
             return ()
         where = f"layer {number[0]}" if number else "MTP"
         kind = te_imports.entry("TransformerEngineBaseModule")
-        modules = module.named_modules(prefix=name)
-        linears = {name: layer for name, layer in modules if isinstance(layer, kind) and _is_product(layer)}
+        linears = {
+            name: layer
+            for name, layer in module.named_modules(prefix=name)
+            if isinstance(layer, kind) and any(weight.dim() == 2 for weight in layer.parameters(recurse=False))
+        }
         inside = {name: layer for name, layer in linears.items() if not HELD.search(name)}
         if not inside:
             raise ModelError(
@@ -266,7 +269,7 @@ class Scopes:
         _check_widths(where, inside)
         if self.fp8.recipe == "block":
             _check_gathers(where, inside)
-        group = _common_group(inside.values())
+        group = next((group for group in map(_tensor_parallel, inside.values()) if group is not None), None)
         check_amax_group(group, inside.values(), where)
         for name, layer in linears.items():
             if name in inside:
@@ -278,11 +281,6 @@ class Scopes:
         _bind(module, lambda self_: self.group(number, amax_group=group, training=self_.training))
         _counts["installed"] += calls
         return tuple(inside)
-
-
-def _is_product(module: Any) -> bool:
-    """Return whether a module of Transformer Engine has a weight matrix."""
-    return any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
 
 
 def _check_widths(where: str, modules: dict[str, Any]) -> None:
@@ -312,9 +310,6 @@ def _check_gathers(where: str, modules: dict[str, Any]) -> None:
                 )
 
 
-# --- Which ranks own a tensor, and reduce its maxima -------------------------------------------------------------------
-
-
 def owners(module: Any) -> frozenset[int]:
     """Return the ranks that hold, by tensor parallelism, a shard of the module's weights, or a copy for their sequence part."""
     import torch
@@ -326,11 +321,6 @@ def owners(module: Any) -> frozenset[int]:
     if group is not None:
         ranks.update(torch.distributed.get_process_group_ranks(group))
     return frozenset(ranks)
-
-
-def _common_group(modules: Iterable[Any]) -> Any:
-    """Return the group to reduce over: the first module's tensor-parallel one, even of one rank; else None."""
-    return next((group for group in map(_tensor_parallel, modules) if group is not None), None)
 
 
 def _tensor_parallel(module: Any) -> Any:

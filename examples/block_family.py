@@ -86,7 +86,5 @@ def nam56r_with_convolutions(config: Any, vp_stage: int | None = None) -> Hybrid
     """Return the layers of ``--spec megacpp_mcore nam56r_tiny``, or of MEGACPP_CONFIG's file, with each R layer replaced."""
     block = nam56r(config, vp_stage, "nam56r_tiny")
     parts = parts_for(getattr(config, "transformer", config))
-    block.layer_specs = [
-        convolution_layer_spec(parts) if mixer_of(spec) is M2RNNMixer else spec for spec in block.layer_specs
-    ]
+    block.layer_specs = [convolution_layer_spec(parts) if mixer_of(spec) is M2RNNMixer else spec for spec in block.layer_specs]
     return block

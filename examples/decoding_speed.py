@@ -34,9 +34,7 @@ def main() -> None:
         for number, prompt in enumerate(prompts):
             for _ in range(2):
                 counts: dict[str, int] = {"accepted": 0, "drafted": 0}
-                more: Any = (
-                    {"custom_generate": type(model).speculate, "drafts": drafts, "counts": counts} if drafts else {}
-                )
+                more: Any = {"custom_generate": type(model).speculate, "drafts": drafts, "counts": counts} if drafts else {}
                 start = time.perf_counter()
                 options = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None}
                 tokens = model.generate(**prompt, **options, **more)[0].tolist()  # tolist() waits for the device

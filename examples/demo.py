@@ -244,9 +244,7 @@ def check_resume(plan: Plan, first: list[steps.Step], second: list[steps.Step]) 
         names = sorted(set().union(*(before_kill | after_kill for _, before_kill, after_kill in both)))
         for number, before_kill, after_kill in both:
             if differing := [name for name in names if before_kill.get(name) != after_kill.get(name)]:
-                raise DemoError(
-                    f"NOT EQUAL: step {number} has another {differing[0]} after the resume; see {plan.record}"
-                )
+                raise DemoError(f"NOT EQUAL: step {number} has another {differing[0]} after the resume; see {plan.record}")
         return f"EQUAL: {span}, run before the kill and again after it, agree bit for bit in {', '.join(names)}."
     apart = [abs(before_kill["lm loss"] - after_kill["lm loss"]) for _, before_kill, after_kill in both]
     largest = math.nan if any(map(math.isnan, apart)) else max(apart)
@@ -341,9 +339,7 @@ def report(result: dict[str, Any]) -> None:
         f"{result['unigram_bits_per_byte']:.3f}; {under:.1f} % under"
     )
     if not under >= MIN_PERCENT_UNDER:
-        raise DemoError(
-            f"the score is {under:.1f} % under the unigram entropy; expected at least {MIN_PERCENT_UNDER} %"
-        )
+        raise DemoError(f"the score is {under:.1f} % under the unigram entropy; expected at least {MIN_PERCENT_UNDER} %")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -387,9 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\ndemo FAILED: {error}", file=sys.stderr)
         return getattr(error, "status", 1)
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted; nothing is left running. The corpus is kept: the next run starts with it", file=sys.stderr
-        )
+        print("\ninterrupted; nothing is left running. The corpus is kept: the next run starts with it", file=sys.stderr)
         return 130
     return 0
 

@@ -38,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (not args.arms or row["arm"] in args.arms) and int(row["step"]) >= args.from_step:
                 points[row["arm"]][int(row["step"])].append(row)
     if not points:
-        parser.error(
-            f"{args.table} has no point from step {args.from_step} on; expected rows of experiments.train --curves"
-        )
+        parser.error(f"{args.table} has no point from step {args.from_step} on; expected rows of experiments.train --curves")
     if args.rows:
         with args.rows.open(newline="", encoding="utf-8") as file:
             runs = list(csv.DictReader(file))

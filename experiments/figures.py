@@ -313,9 +313,7 @@ def megatrons() -> Iterator[Line]:
         "tests": r"((?:\d+ failed, )?\d+ passed)",
     }
     yield "Megatron", "torch", "targets equal", "GPTModel", "HybridModel", "demo", "CPU suite", "commits"
-    for (name, torch), parts in sorted(
-        cells.items(), key=lambda cell: (cell[0][1], cell[0][0] != "wheel 0.19.2", cell[0][0])
-    ):
+    for (name, torch), parts in sorted(cells.items(), key=lambda cell: (cell[0][1], cell[0][0] != "wheel 0.19.2", cell[0][0])):
         matches = {part: re.search(pattern, parts[part]["found"]) for part, pattern in figures.items() if part in parts}
         shown = [" ".join(match.groups()) if (match := matches.get(part)) else "" for part in figures]
         commits = ", ".join(f"`{commit[:7]}`" for commit in dict.fromkeys(row["commit"] for row in parts.values()))

@@ -48,9 +48,7 @@ def main() -> int:
     args = parser.parse_args()
     table, failed = Table(args.output, COLUMNS), 0
     spec = importlib.util.find_spec("megatron")
-    installed = next(
-        (path for path in (spec and spec.submodule_search_locations) or () if Path(path, "core").is_dir()), None
-    )
+    installed = next((path for path in (spec and spec.submodule_search_locations) or () if Path(path, "core").is_dir()), None)
     if installed is None:
         parser.error("this Python has no megatron-core; expected an environment with the Megatron to check")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -90,9 +88,7 @@ def trained() -> list[tuple[int, str]]:
         steps, problems = trial.train(STEPS, timeout_s=1200, model_class=model_class)
         if problems:
             return 1, f"{model_class}: {'; '.join(problems)}"
-        figures = [
-            {name: step[name] for name in sorted(step) if "loss" in name or name == "grad norm"} for step in steps
-        ]
+        figures = [{name: step[name] for name in sorted(step) if "loss" in name or name == "grad norm"} for step in steps]
         digest = hashlib.sha256(json.dumps(figures).encode()).hexdigest()[:12]
         return 0, f"{model_class}: lm loss {steps[-1]['lm loss']} at step {len(steps)}, digest {digest}"
 

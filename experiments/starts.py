@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--data", required=True, help="dataset prefix")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("build/starts"), help="new folder of the record and the caches"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("build/starts"), help="new folder of the record and the caches")
     parser.add_argument("--output", type=Path, default=Path("build/starts.csv"))
     args = parser.parse_args(argv)
     chosen, table, run = RECIPES[args.recipe], Table(args.output, COLUMNS), args.folder.resolve() / "run"
@@ -76,9 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{name}_s": sum(span.total(phases) for span in last.spans[: ends[1] + 1])
             for name, phases in (("startup", ["startup"]), ("compile", ["compile", "jit"]))
         }
-        spent |= {
-            f"{name}_s": last.spans[end].at - last.began_ns for name, end in zip(("first", "second"), ends, strict=True)
-        }
+        spent |= {f"{name}_s": last.spans[end].at - last.began_ns for name, end in zip(("first", "second"), ends, strict=True)}
         row = {"recipe": args.recipe, "start": start, "device": device_name(training.device)}
         added = receipts.read(run)["cache"]["added"] or {}
         row |= {

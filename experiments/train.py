@@ -118,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
     first: dict[tuple[str | int, int], Sequence[Step]] = {}
     with ThreadPoolExecutor(slots.qsize() // min(gpus_per_run)) as pool:
-        running = {
-            pool.submit(_on_gpus, content, job, number, args, slots, turns): job for number, job in enumerate(jobs)
-        }
+        running = {pool.submit(_on_gpus, content, job, number, args, slots, turns): job for number, job in enumerate(jobs)}
         for future in as_completed(running):
             (arm, seed), (folder, status, expected) = running[future], future.result()
             steps = read_steps(folder / "run") if (folder / "run").exists() else []

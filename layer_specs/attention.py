@@ -192,9 +192,7 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
     ) -> tuple[torch.Tensor | None, ...]:
         """As the stock method: query, key, value, and the normed query latents, which stock passes only to DSA."""
         if self.cache_mla_latents:  # dynamic batching only
-            return super().get_query_key_value_tensors(
-                hidden_states, *args, inference_context=inference_context, **kwargs
-            )
+            return super().get_query_key_value_tensors(hidden_states, *args, inference_context=inference_context, **kwargs)
         query, key, value, query_latents = self._projected(hidden_states, inference_context)
         return query, key, value, query_latents, None
 
@@ -210,9 +208,7 @@ class FullMLASelfAttention(_Documents, _WholeRows, _Projections, MLASelfAttentio
         if self.context:
             query = self.context.to_heads(query.flatten(2)).unflatten(-1, (-1, query.shape[-1]))
         kv_TBHX = self.context.own(self._heads(self.linear_kv_up_proj, key_TBL), dim=2)
-        return query, *self.keys_backend.fn(
-            kv_TBHX, rotary_TBR, rotation_SR=rotation_TR, value_dim=self.config.v_head_dim
-        )
+        return query, *self.keys_backend.fn(kv_TBHX, rotary_TBR, rotation_SR=rotation_TR, value_dim=self.config.v_head_dim)
 
 
 class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASelfAttention):
@@ -259,9 +255,7 @@ class SparseMLASelfAttention(_Documents, _WholeRows, _Projections, AbsorbedMLASe
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         refuse_decoding(self.config, self.layer_number, kwargs.get("packed_seq_params"))
         cache = LayerCache(inference_context, self.layer_number, hidden_states.shape[0])
-        query, latents, query_latents = self.get_query_key_value_tensors(
-            hidden_states, inference_context=inference_context
-        )
+        query, latents, query_latents = self.get_query_key_value_tensors(hidden_states, inference_context=inference_context)
         output = self.core_attention(
             query,
             cache.extend(latents=latents)["latents"],
@@ -313,9 +307,7 @@ def full_attention(parts: Parts, dispatcher: Dispatcher, window: int | None) -> 
     return _mla(FullMLASelfAttention, MLASelfAttentionSubmodules, core, parts, dispatcher)
 
 
-def sparse_attention(
-    parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, dsa: DSA, *, full: bool
-) -> ModuleSpec:
+def sparse_attention(parts: Parts, dispatcher: Dispatcher, index_cache: IndexCache, dsa: DSA, *, full: bool) -> ModuleSpec:
     """Return the spec of sparse MLA: the stock absorbed class with our core attention; ``full`` layers own an indexer."""
     indexer = ModuleSpec(
         module=PositionedIndexer,

@@ -82,9 +82,7 @@ def documents(
     return shared(mask, ("documents", batch, rows), lambda: _masked_documents(config, mask, batch, rows))
 
 
-def _masked_documents(
-    config: TransformerConfig, attention_mask: torch.Tensor, batch: int, rows: int
-) -> torch.Tensor | None:
+def _masked_documents(config: TransformerConfig, attention_mask: torch.Tensor, batch: int, rows: int) -> torch.Tensor | None:
     arguments: Any = global_vars._GLOBAL_ARGS
     is_reset = None if arguments is None else bool(arguments.reset_attention_mask)
     wait = is_reset is None or not getattr(config, _READ, False)

@@ -201,9 +201,7 @@ class ExpertsLayer(MoELayer):
         backends: the chosen routed experts and router in ``submodules``; for receipts.
     """
 
-    def __init__(
-        self, config: TransformerConfig, *args: Any, backends: tuple[Resolution, Resolution], **kwargs: Any
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, backends: tuple[Resolution, Resolution], **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.experts_backend, self.router_backend = backends
         self.takes_tokens = isinstance(self.experts, StackedExperts) and self.experts.takes_tokens
@@ -309,9 +307,7 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
     """Return stock's sum of a layer's output, bias and residual, in one kernel if the bias is another output."""
     stock = get_bias_dropout_add(training, fused)
 
-    def add(
-        output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
-    ) -> torch.Tensor:
+    def add(output_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float) -> torch.Tensor:
         output, bias = output_with_bias
         if bias is not None and bias.shape[:-1] != output.shape[:-1] and bias.numel() == output.numel():
             # Packed rows: the layer flattens only the output back into one row (``_maybe_reflatten_from_moe``).
@@ -409,9 +405,7 @@ class StackedExperts(MegatronModule):
         for name, linear in (("weight1", "linear_fc1"), ("weight2", "linear_fc2")):
             key = f"{prefix}experts.{linear}."
             build = partial(_by_expert, places)
-            state[f"{prefix}{name}"] = ShardedTensorFactory(
-                f"{key}weight", self._parameters[name], build, torch.stack, replica
-            )
+            state[f"{prefix}{name}"] = ShardedTensorFactory(f"{key}weight", self._parameters[name], build, torch.stack, replica)
             state[f"{prefix}_extra_state"] += [
                 make_sharded_object_for_checkpoint(None, f"{key}_extra_state", offsets, replica) for offsets in places
             ]
@@ -423,8 +417,7 @@ def expert_matrices(experts: Any) -> tuple[list[torch.nn.Parameter], list[torch.
     numbers = range(experts.num_local_experts)
     if isinstance(experts, TEGroupedMLP):
         first, second = (
-            [getattr(linear, f"weight{number}") for number in numbers]
-            for linear in (experts.linear_fc1, experts.linear_fc2)
+            [getattr(linear, f"weight{number}") for number in numbers] for linear in (experts.linear_fc1, experts.linear_fc2)
         )
         return first, second
     local = experts.local_experts

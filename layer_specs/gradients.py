@@ -27,8 +27,6 @@ def mark_replicated(parameter: torch.Tensor, config: TransformerConfig) -> None:
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def replicated(
-    parameter: torch.Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup
-) -> torch.Tensor:
+def replicated(parameter: torch.Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> torch.Tensor:
     """Return ``parameter``, with each rank's gradient, of its own heads or rows, summed in every pass unless marked."""
     return parameter if config.sequence_parallel else copy_to_tensor_model_parallel_region(parameter, group=group)

@@ -174,9 +174,7 @@ class GraphPlan:
         captured = [key for key in self.letters if key not in self.eager]
         lines = [f"CUDA graphs ({IMPLEMENTATION}) of layers {self._named(captured) or 'none'}"]
         for why in dict.fromkeys(self.eager.values()):
-            lines.append(
-                f"no CUDA graph of layers {self._named([key for key in self.eager if self.eager[key] == why])}: {why}"
-            )
+            lines.append(f"no CUDA graph of layers {self._named([key for key in self.eager if self.eager[key] == why])}: {why}")
         return lines
 
     def _named(self, keys: list[int | str]) -> str:
@@ -186,9 +184,7 @@ class GraphPlan:
         return ", ".join(f"{letter} {' '.join(numbers)}" for letter, numbers in families.items())
 
 
-def graph_plan(
-    model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None
-) -> GraphPlan:
+def graph_plan(model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: PluginConfig | None) -> GraphPlan:
     """Return which layers of ``model`` are captured; none unless the run requests CUDA graphs.
 
     Under tensor and expert parallelism graphs hold collectives, so they are reset before the process exits, also on errors.
@@ -204,9 +200,7 @@ def graph_plan(
         if letter == EXPERTS.letter and experts:
             eager[number] = experts
         elif role in grammar.SPARSE and model.dsa.warmup_steps:
-            eager[number] = (
-                f"dense attention ends after dsa.warmup_steps ({model.dsa.warmup_steps}), in the middle of a run"
-            )
+            eager[number] = f"dense attention ends after dsa.warmup_steps ({model.dsa.warmup_steps}), in the middle of a run"
     if model.mtp.depth:
         letters[MTP] = ATTENTION.letter
     return GraphPlan(letters=letters, eager=eager)

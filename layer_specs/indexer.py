@@ -44,9 +44,7 @@ class PositionedIndexer(DSAIndexer):
         finally:
             self._first_row = 0
 
-    def forward_before_topk(
-        self, x: torch.Tensor, qr: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def forward_before_topk(self, x: torch.Tensor, qr: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         """Compute queries ``[S, B, heads, dim]``, keys ``[S, B, dim]`` and head weights ``[S, B, heads]``.
 
         Computed by the op ``indexer_inputs``, which returns no gradient for ``x`` and ``qr``, or by the stock method.

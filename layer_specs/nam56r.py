@@ -155,9 +155,7 @@ def mtp_submodules(
     model: Model, config: TransformerConfig, dispatcher: Dispatcher, settings: plugin_config.PluginConfig | None
 ) -> MultiTokenPredictionBlockSubmodules:
     """Return the MTP block's spec, recomputed or in CUDA graphs as the run requests."""
-    block = layer_plan(settings, config).mtp(
-        mtp_block(parts_for(config), dispatcher, model.window(model.mtp.attention))
-    )
+    block = layer_plan(settings, config).mtp(mtp_block(parts_for(config), dispatcher, model.window(model.mtp.attention)))
     return graph_plan(model, config, dispatcher, settings).mtp(block)
 
 

@@ -58,9 +58,7 @@ def _build(
     hidden_size: int,
     eps: float,
 ) -> Any:
-    backend = dispatcher.resolve_or_stock(
-        "rms_norm", why_stock_norm(config), hidden=hidden_size, **backend_needs(config)
-    )
+    backend = dispatcher.resolve_or_stock("rms_norm", why_stock_norm(config), hidden=hidden_size, **backend_needs(config))
     # A recompute would free the residual with the rest of what a fusing norm returns.
     norm = stock if backend.observed == STOCK and not _recomputed(config) else parts.norm
     module = norm(config=config, hidden_size=hidden_size, eps=eps)

@@ -86,9 +86,7 @@ class DuplicatedLinear(MegatronModule):
     ) -> None:
         super().__init__(config)
         if bias or parallel_mode != "duplicated":
-            raise ModelError(
-                f"DuplicatedLinear got bias={bias}, parallel_mode={parallel_mode!r}; expected no bias, duplicated"
-            )
+            raise ModelError(f"DuplicatedLinear got bias={bias}, parallel_mode={parallel_mode!r}; expected no bias, duplicated")
         self.weight = torch.nn.Parameter(filled((output_size, input_size), config, init_method, config.params_dtype))
         mark_replicated(self.weight, config)  # like Transformer Engine's
 
@@ -272,9 +270,7 @@ def mixer_layer_spec(norm: Any, mixer: ModuleSpec) -> ModuleSpec:
     """Build a layer with only a sequence mixer, as in A, M and R: norm, mixer, residual; no feed-forward part."""
     return ModuleSpec(
         module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm, self_attention=mixer, self_attn_bda=get_bias_dropout_add
-        ),
+        submodules=TransformerLayerSubmodules(input_layernorm=norm, self_attention=mixer, self_attn_bda=get_bias_dropout_add),
     )
 
 
@@ -311,9 +307,7 @@ class Mixer(MegatronModule):
         values = filled(shape, self.config, init, dtype)
         if axis is not None:
             if shape[axis] % self.tp_size:
-                raise ModelError(
-                    f"{name} has {shape[axis]} entries on axis {axis}, not a multiple of TP {self.tp_size}"
-                )
+                raise ModelError(f"{name} has {shape[axis]} entries on axis {axis}, not a multiple of TP {self.tp_size}")
             values = values.chunk(self.tp_size, dim=axis)[self.tp_rank].clone()
             self._sharded[name] = axis
         if fp32:
@@ -422,8 +416,6 @@ class Mixer(MegatronModule):
         )
         for name, module in self.named_children():
             state.update(
-                sharded_state_dict_default(
-                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-                )
+                sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group)
             )
         return state

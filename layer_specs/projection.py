@@ -167,9 +167,7 @@ class InProjection(MegatronModule):
             split_outputs = [_split(*pair) for pair in zip(outputs, (self.slots, self.replicated_slots), strict=False)]
             return {name: part for parts in split_outputs for name, part in parts.items()}
         if self.config.sequence_parallel:
-            hidden_SBD = gather_from_sequence_parallel_region(
-                hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group
-            )
+            hidden_SBD = gather_from_sequence_parallel_region(hidden_SBD, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden_SBD = copy_to_tensor_model_parallel_region(hidden_SBD, group=self.tp_group)
         parts = self._product(hidden_SBD)
@@ -205,9 +203,7 @@ class InProjection(MegatronModule):
                 parameter = getattr(self, name)
                 is_cut = name == "weight" and self.tp_size > 1
                 replica_id = (0, 0 if is_cut else self.tp_rank, dp_rank)
-                state[f"{prefix}{name}"] = self._factory(
-                    f"{prefix}weight", parameter, placed, sharded_offsets, replica_id
-                )
+                state[f"{prefix}{name}"] = self._factory(f"{prefix}weight", parameter, placed, sharded_offsets, replica_id)
         return state
 
     def _factory(

@@ -52,9 +52,7 @@ class Router(TopKRouter):
             return Gating.apply(input, self.weight, None, torch.float32)
         return super().gating(input)
 
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return probabilities and routing map, both ``[T, E]``, of logits ``[S, B, E]``; by stock with a padding mask."""
         if padding_mask is not None:
             return super().routing(logits, padding_mask)
@@ -79,14 +77,10 @@ class Router(TopKRouter):
         if self.is_mtp_layer:
             number += config.num_layers
         logged = mean / depths if self.is_mtp_layer and config.mtp_use_repeated_layer and depths else mean
-        get_moe_metrics_tracker().record(
-            "z_loss", logged, number, config.num_layers + depths, avg_group=self.tp_dp_cp_group
-        )
+        get_moe_metrics_tracker().record("z_loss", logged, number, config.num_layers + depths, avg_group=self.tp_dp_cp_group)
         return MoEAuxLossAutoScaler.apply(probs_TE, mean * weight)
 
-    def _with_sequence_loss(
-        self, probs_TE: torch.Tensor, routed: Routed, batch: int, coefficient: float
-    ) -> torch.Tensor:
+    def _with_sequence_loss(self, probs_TE: torch.Tensor, routed: Routed, batch: int, coefficient: float) -> torch.Tensor:
         """Return ``probs_TE`` with the sequence-level auxiliary loss attached (stock's ``_apply_seq_aux_loss``)."""
         tokens = probs_TE.shape[0]
         best_BE = reduce_from_tensor_model_parallel_region(routed.best_BE, self.tp_cp_group)

@@ -30,9 +30,7 @@ def __getattr__(name: str) -> Any:
     lowering = importlib.import_module("megacpp_mcore.arguments.lowering")
     named = lowering.preset_of([__name__, name])
     if named is None:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; it has __version__, {', '.join(lowering.SPECS)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has __version__, {', '.join(lowering.SPECS)}")
     # Megatron looks the name up in vars(megacpp_mcore), which never asks __getattr__.
     globals()[name] = importlib.import_module("megacpp_mcore.layer_specs.hybrid_model").Spec(named)
     return globals()[name]

@@ -345,9 +345,7 @@ def _recompute(content: Mapping[str, Any]) -> Recompute:
     value = content.get("recompute")
     value = [] if value is None else value
     if not isinstance(value, list) or len(value) != len({str(name) for name in value}):
-        raise ConfigFileError(
-            f"'recompute' is {value!r}; expected a list of different names, of {', '.join(RECOMPUTED)}"
-        )
+        raise ConfigFileError(f"'recompute' is {value!r}; expected a list of different names, of {', '.join(RECOMPUTED)}")
     for name in value:
         if name not in RECOMPUTED:
             raise ConfigFileError(f"recompute names {name!r}; {nearest(name, RECOMPUTED)}")

@@ -59,9 +59,7 @@ class NAM56RBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> NoReturn:
         """Refuse what Bridge does parameter by parameter."""
-        raise NotImplementedError(
-            "NAM56R has no mapping by parameter: adapters and quantized exports are not supported"
-        )
+        raise NotImplementedError("NAM56R has no mapping by parameter: adapters and quantized exports are not supported")
 
     def load_weights_hf_to_megatron(
         self, hf_pretrained: Any, megatron_model: Any, allowed_mismatched_params: list[str] | None = None

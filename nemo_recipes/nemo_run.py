@@ -63,9 +63,7 @@ def check_executor(chosen: Recipe, executor: run.Executor) -> None:
     if not isinstance(executor, (run.LocalExecutor, run.SlurmExecutor)):
         raise LaunchError(f"the executor is a {kind}; expected a LocalExecutor or a SlurmExecutor")
     if executor.launcher is not None:
-        raise LaunchError(
-            f"the {kind} has the launcher {executor.launcher!r}; leave it out: the job starts torchrun itself"
-        )
+        raise LaunchError(f"the {kind} has the launcher {executor.launcher!r}; leave it out: the job starts torchrun itself")
     if isinstance(executor, run.LocalExecutor) and executor.nodes != 1:
         raise LaunchError(f"the LocalExecutor has {executor.nodes} nodes; expected 1, this machine")
     if isinstance(executor, run.SlurmExecutor) and executor.ntasks_per_node != 1:

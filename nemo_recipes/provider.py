@@ -91,9 +91,7 @@ class _Provider(MLATransformerConfig):
         """Count the audited FLOPs of training ``batch_size`` sequences, for Bridge's throughput log."""
         run = getattr(self, RUN, None)  # left by the spec
         model_class = HYBRID if self.is_hybrid_model else GPT
-        model = (
-            model_of((self,), plugin_config.from_environment(), model_class=model_class) if run is None else run.model
-        )
+        model = model_of((self,), plugin_config.from_environment(), model_class=model_class) if run is None else run.model
         step = flops.step(model, batch_size, seq_length=self.seq_length, vocab_size=self.padded_vocab_size())
         return step.total.training
 

@@ -87,9 +87,7 @@ def run(
         check_form(override)  # before the minute in which Bridge is imported
     check_once(ours, overrides)
     chosen = changed(with_own_model(recipe(name), plugin_config.from_environment()), ours)
-    chosen = dataclasses.replace(
-        chosen, run=dataclasses.replace(chosen.run, model_class=model_class or chosen.run.model_class)
-    )
+    chosen = dataclasses.replace(chosen, run=dataclasses.replace(chosen.run, model_class=model_class or chosen.run.model_class))
     settings = chosen.run.settings
     with contextlib.ExitStack() as stack:
         stack.enter_context(stand_in.process_environment())
@@ -188,9 +186,7 @@ def check_processes(chosen: Recipe, layout: Layout) -> None:
     needed = chosen.processes if unchanged else layout.processes
     if started % needed:
         sharding = (
-            ""
-            if unchanged
-            else f", sharded as tensor {layout.tensor} × pipeline {layout.pipeline} × expert {layout.expert},"
+            "" if unchanged else f", sharded as tensor {layout.tensor} × pipeline {layout.pipeline} × expert {layout.expert},"
         )
         raise LaunchError(
             f"recipe {chosen.name}{sharding} needs {needed} processes, got {started}: run `torchrun --nproc-per-node {needed} "
@@ -227,9 +223,7 @@ def check_config(config: Any, layout: Layout) -> None:
         LaunchError: names the numbers.
     """
     if not config.model.parallel_output:
-        raise LaunchError(
-            "model.parallel_output is false; Megatron's loss expects vocabulary-sharded logits: keep it true"
-        )
+        raise LaunchError("model.parallel_output is false; Megatron's loss expects vocabulary-sharded logits: keep it true")
     replicas = layout.replicas(int(os.environ["WORLD_SIZE"]))
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if batch % (micro * replicas):
@@ -239,9 +233,7 @@ def check_config(config: Any, layout: Layout) -> None:
         )
 
 
-def launch_policy(
-    run: Run, config: Any, overrides: Sequence[str], environment: Mapping[str, str]
-) -> policy.LaunchPolicy:
+def launch_policy(run: Run, config: Any, overrides: Sequence[str], environment: Mapping[str, str]) -> policy.LaunchPolicy:
     """Return the launch policy of ``run``, as ``config`` has it, in ``environment``; overrides count as set by the user."""
     launched = policy.resolve(
         run,
@@ -477,9 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megacpp_mcore.nemo_recipes.run", description=__doc__)
     parser.add_argument("--recipe", metavar="NAME", help="what to train")
     parser.add_argument("--list", action="store_true", help="name the recipes")
-    parser.add_argument(
-        "--model-class", choices=tuple(lowering.SCRIPTS), help="Megatron's model class that holds the layers"
-    )
+    parser.add_argument("--model-class", choices=tuple(lowering.SCRIPTS), help="Megatron's model class that holds the layers")
     launcher.Recording.add_arguments(parser)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args(arguments)

@@ -137,9 +137,7 @@ def _owned(original: Function, self: Any) -> None:
     "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
     "cf07b488fb76a8ae90ba0809d1fbd36e05dcccf24b4644af1621a8b616c01784",
 )
-def _later(
-    original: Function, parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
-) -> None:
+def _later(original: Function, parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False) -> None:
     """Replace ``clip_grad_by_total_norm_fp32``: leaves the factor to the step if the kernel performs it."""
     from megacpp_mcore.ops.remainder_adam import PrecisionAwareAdam
 

@@ -75,9 +75,7 @@ def _datasets_folder() -> Path:
     return Path(utils.__file__).resolve().parent
 
 
-@edit(
-    "megatron.core.datasets.utils:compile_helpers", "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63"
-)
+@edit("megatron.core.datasets.utils:compile_helpers", "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63")
 def _compile_if_missing(
     original: Function,
 ) -> None:

@@ -37,9 +37,7 @@ def _loss_backward(original: Function, ctx: Any, grad_topk_indices: Any, grad_lo
     return original(ctx, grad_topk_indices, grad_loss)
 
 
-@edit(
-    f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward", "e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c"
-)
+@edit(f"{_DSA}.dsa:DSAIndexerLossAutoScaler.backward", "e68eea9044f28c5357ba417493e1e6882867ca066f3f58c1770f90c22fb66b4c")
 def _scaler_backward(original: Function, ctx: Any, grad_output: Any) -> Any:
     """Replace ``DSAIndexerLossAutoScaler.backward(ctx, grad_output)``: the loss scale defaults to 1 in a capture, too.
 

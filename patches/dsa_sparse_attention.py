@@ -29,9 +29,7 @@ logger = logging.getLogger(__name__)
 @edit(
     "megatron.core.transformer.experimental_attention_variant.dsa:_unfused_absorbed_dsa_fn",
     "cce334fffe65648397896c7cb2257f7fed0861ff77a5209422910ce333489e17",
-    make=named_replacement(
-        "query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions"
-    ),
+    make=named_replacement("query key topk_indices softmax_scale v_channels mask varlen_starts varlen_ends key_positions"),
 )
 def _attend(original: Function, call: SimpleNamespace) -> Any:
     """Replace ``_unfused_absorbed_dsa_fn``: ``[S, B, H, V]``."""

@@ -150,9 +150,7 @@ def _audited_count(original: Callable[..., Any]) -> Callable[..., Any]:
         seqlen_squared_sum_in_batch: float | None = None,
         total_real_tokens_in_batch: float | None = None,
     ) -> Any:
-        batch = _Batch(
-            batch_size, getattr(args, "seq_length", 0), total_real_tokens_in_batch, seqlen_squared_sum_in_batch
-        )
+        batch = _Batch(batch_size, getattr(args, "seq_length", 0), total_real_tokens_in_batch, seqlen_squared_sum_in_batch)
         model = model_of(args)
         if model is not None:
             if batch.packed and batch.pairs is None:
@@ -210,9 +208,7 @@ def _training(model: Model, batch: _Batch, vocabulary: int | None) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(
-    model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int, int] | None
-) -> int:
+def _counted(model: Model, sequences: int, length: int, vocabulary: int | None, pairs: tuple[int, int, int] | None) -> int:
     """Count a model's operations, cached, since counting layer by layer takes a millisecond and batches come in few sizes."""
     return flops.step(model, sequences, seq_length=length, vocab_size=vocabulary, pairs=pairs).total.training
 

@@ -83,9 +83,7 @@ def _in_place(
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
     metadata = metadata or {}
-    entries = {
-        id(entry.data): entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, ShardedBase)
-    }
+    entries = {id(entry.data): entry for entry in nested_values(model_sharded_state_dict) if isinstance(entry, ShardedBase)}
     state: dict[Any, Any] = {_FOLDER: LocalNonpersistentObject(metadata.get(LOADED_FROM))} if is_loading else {}
     for index, parameter in enumerate(self.model_param_gbuf_map):
         owned = self._get_model_param_range_map(parameter)["param"]

@@ -42,9 +42,7 @@ def _without_transformer_engine(original: Function, self: Any) -> None:
     "6a29af7290de3f2dbc8aa3e4aa17d98de0de5fbf010923df552845ad96d387ea",
     "e819524c3039c495c447778776a9fd15d9299c5e256c379addd7a8de207359d5",
 )
-def _with_own_adam(
-    original: Function, config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _with_own_adam(original: Function, config: Any, model_chunks: Any, param_groups: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``_get_megatron_optimizer_based_on_param_groups(config, model_chunks, param_groups, …)``.
 
     Raises:

@@ -32,9 +32,7 @@ _STOCK = "megatron.core.distributed.torch_fully_sharded_data_parallel"
     f"{_STOCK}:TorchFullyShardedDataParallel.__init__",
     "bc7cd7ff6400674367d2197a1ee0d0198583e0901270fd92192f0555f4a4c928",
 )
-def _by_block(
-    original: Function, self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
-) -> None:
+def _by_block(original: Function, self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     import torch
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
@@ -141,8 +139,7 @@ def _with_whole_tensors(original: Function, self: Any, state_dict: Any, strict: 
         return
     own = self.module.state_dict()
     values = {
-        name: t.to_local() if name in read and not isinstance(own.get(name), DTensor) else t
-        for name, t in state_dict.items()
+        name: t.to_local() if name in read and not isinstance(own.get(name), DTensor) else t for name, t in state_dict.items()
     }
     self.module.load_state_dict(values, strict=strict)
 

@@ -122,9 +122,7 @@ def ensure_megatron(folder: Path, checkout: Path) -> Path:
 def _sources(folder: Path) -> list[Path]:
     """The files of ``folder`` and below, without what Python and builds leave there."""
     return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix not in (".pyc", ".so") and not path.is_symlink()
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so") and not path.is_symlink()
     )
 
 
@@ -136,9 +134,7 @@ def locked(folder: Path, name: str) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(open(folder / f"{name}.lock", "w"))
         except OSError as error:
-            raise SetupError(
-                f"{folder} cannot be written to ({error}); set XDG_CACHE_HOME to a writable folder"
-            ) from error
+            raise SetupError(f"{folder} cannot be written to ({error}); set XDG_CACHE_HOME to a writable folder") from error
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -13,9 +13,7 @@ def build(dtypes: dict[str, str], *, distributed: bool, **settings: Any) -> tupl
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
 
-    config = TransformerConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
-    )
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16)
     model = MegatronModule(config)
     generator = torch.Generator().manual_seed(5)
     for name, dtype in dtypes.items():

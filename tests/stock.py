@@ -328,8 +328,7 @@ def padding(model: Any) -> dict[str, int]:
     from megacpp_mcore.layer_specs.projection import InProjection
 
     return {
-        f"{name}.{weight}": (sum(slot.rows for slot in placed) - len(getattr(module, weight)))
-        * model.config.hidden_size
+        f"{name}.{weight}": (sum(slot.rows for slot in placed) - len(getattr(module, weight))) * model.config.hidden_size
         for name, module in model.named_modules()
         if isinstance(module, InProjection)
         for weight, placed in (("weight", module.slots), ("replicated_weight", module.replicated_slots))

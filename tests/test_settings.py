@@ -69,10 +69,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("overrides: {depth: 4}\n", ["'model' is None"]),
     ("model: nam57\n", ["there is no model 'nam57'", "did you mean"]),
     ('model: nam56r\noverrides: ""\n', ["'overrides' is ''", "expected a mapping"]),
-    *(
-        (f"model: nam56r\n{key}: 0\n", [f"'{key}' is 0", "expected a mapping"])
-        for key in ("backends", *plugin_config._GROUPS)
-    ),
+    *((f"model: nam56r\n{key}: 0\n", [f"'{key}' is 0", "expected a mapping"]) for key in ("backends", *plugin_config._GROUPS)),
     ("model: nam56r\nbackends: {mamba3: 1}\n", ["backends.mamba3 is 1"]),
     ("model: nam56r\nbackends: {mamba4: auto}\n", ["no op called 'mamba4'", "did you mean 'mamba3'"]),
     ("model: nam56r\nbackends: {mamba3: refrence}\n", ["no backend for op mamba3 called 'refrence'"]),
@@ -146,8 +143,7 @@ WRONG_SCHEDULES: list[tuple[str, list[str]]] = [
 
 @pytest.mark.parametrize(
     ("load", "text", "names"),
-    [(plugin_config.load, *case) for case in WRONG]
-    + [(plugin_config.load_index_schedule, *case) for case in WRONG_SCHEDULES],
+    [(plugin_config.load, *case) for case in WRONG] + [(plugin_config.load_index_schedule, *case) for case in WRONG_SCHEDULES],
 )
 def test_what_is_wrong_is_named_with_the_file(load: Any, file: Path, text: str, names: list[str]) -> None:
     file.write_text(text)

@@ -129,9 +129,7 @@ def layout_of(config: Any) -> Layout:
     )
 
 
-def model_of(
-    sources: Sequence[object], settings: PluginConfig | None, named: str = DEFAULT, model_class: str = GPT
-) -> Model:
+def model_of(sources: Sequence[object], settings: PluginConfig | None, named: str = DEFAULT, model_class: str = GPT) -> Model:
     """Return the model of a run: that of the settings' file, or the preset that the run names; checked.
 
     Args:
@@ -228,9 +226,7 @@ def _explicit_fields(options: flags.Flags) -> frozenset[str]:
         for name, field in FIELDS.items()
         if not options.keys().isdisjoint(field.metadata.get("words", field.metadata.get("names", ())))
     }
-    return frozenset(
-        names | ({"precision"} if names & {"fp16", "fp8", "precision_file"} or "--bf16" in options else set())
-    )
+    return frozenset(names | ({"precision"} if names & {"fp16", "fp8", "precision_file"} or "--bf16" in options else set()))
 
 
 def _words_of(options: flags.Flags, names: Sequence[str]) -> tuple[str, ...]:

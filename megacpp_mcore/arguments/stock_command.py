@@ -183,9 +183,7 @@ def as_slurm(command: StockCommand, slurm: Slurm) -> str:
 def as_yaml(command: StockCommand) -> str:
     """Write the run as YAML, with ``env`` and ``arguments`` as mappings (flag to its value, its list of values, or true)."""
     options = flags.read(command.arguments)
-    arguments = {
-        flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in options.items()
-    }
+    arguments = {flag: True if not words else words[0] if len(words) == 1 else list(words) for flag, words in options.items()}
     content = {attribute.name: getattr(command, attribute.name) for attribute in fields(command)}
     content |= {"env": dict(command.env), "arguments": arguments}
     return yaml.safe_dump(content, sort_keys=False, width=1000, allow_unicode=True).rstrip("\n")

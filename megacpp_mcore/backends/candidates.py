@@ -112,9 +112,7 @@ _UNDIVIDED = {"expert_ranks": Dim(one_of=(1,))}
 
 _EXPERTS_QUACK = dataclasses.replace(_EXPERTS_TRITON, dims=dict(_EXPERTS_TRITON.dims) | _UNDIVIDED)
 
-_QUACK_IS_FASTER = Support(
-    dims={"hidden": Dim(one_of=(3584,)), "ffn": Dim(one_of=(896,)), "experts": Dim(one_of=(16,))}
-)
+_QUACK_IS_FASTER = Support(dims={"hidden": Dim(one_of=(3584,)), "ffn": Dim(one_of=(896,)), "experts": Dim(one_of=(16,))})
 """Sizes of the rows (``routed_mlp`` in ``experiments/results/bench_h200.csv``) in which it is faster than ``triton``."""
 
 _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), capturable=False)
@@ -123,23 +121,17 @@ _EXPERTS_TE = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32
 _ROUTER_TRITON = Support(devices=("cuda",), dtypes=("float32",), dims={"experts": Dim(largest=256)})
 """The dtype is that of the logits, float32 in a router. One program holds all experts of a token."""
 
-_RMS_NORM_TRITON = Support(
-    devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), dims={"hidden": Dim(largest=8192)}
-)
+_RMS_NORM_TRITON = Support(devices=("cuda",), dtypes=("bfloat16", "float16", "float32"), dims={"hidden": Dim(largest=8192)})
 """One program holds a whole row."""
 
 _E4M3 = ("float8_e4m3fn",)
-_DEEP_GEMM = Support(
-    devices=("cuda",), dtypes=_E4M3, dims={"inputs": Dim(multiple_of=128), "outputs": Dim(multiple_of=128)}
-)
+_DEEP_GEMM = Support(devices=("cuda",), dtypes=_E4M3, dims={"inputs": Dim(multiple_of=128), "outputs": Dim(multiple_of=128)})
 
 
 _MLA_PROJECTION_TRITON = Support(
     devices=("cuda",),
     dtypes=("bfloat16", "float16"),
-    dims=dict.fromkeys(
-        ("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim", "dim"), Dim(one_of=(64,))
-    ),
+    dims=dict.fromkeys(("content_dim", "query_latent_dim", "latent_dim", "rope_dim", "v_dim", "dim"), Dim(one_of=(64,))),
 )
 """The widths at which its kernels compile without register spills and were compared with the reference; any number of heads."""
 
@@ -254,9 +246,7 @@ def linear_cross_entropy_candidates() -> tuple[Candidate, ...]:
     )  # fmt: skip
 
 
-def layer_parts_candidates(
-    *, transformer_engine: Callable[..., Any], local: Callable[..., Any]
-) -> tuple[Candidate, ...]:
+def layer_parts_candidates(*, transformer_engine: Callable[..., Any], local: Callable[..., Any]) -> tuple[Candidate, ...]:
     """Return the two factories for a layer's classes, named as in ``--transformer-impl``."""
     return (
         Candidate(

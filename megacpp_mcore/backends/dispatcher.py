@@ -77,9 +77,7 @@ class Dispatcher:
         BackendError: a request names an op or a candidate that does not exist, or two candidates share a name.
     """
 
-    def __init__(
-        self, requests: Mapping[str, str] | None = None, candidates: Iterable[Candidate] | None = None
-    ) -> None:
+    def __init__(self, requests: Mapping[str, str] | None = None, candidates: Iterable[Candidate] | None = None) -> None:
         self._candidates: dict[str, dict[str, Candidate]] = {}
         for candidate in own.own_candidates() if candidates is None else candidates:
             of_op = self._candidates.setdefault(candidate.op, {})

@@ -67,9 +67,7 @@ def known_triton() -> ProbeResult:
     if release not in TRITON_RELEASES:
         return ProbeResult(False, f"the kernels were not compiled with Triton {release}, but with {releases}")
     ran = release == TRITON_DIRECT
-    return ProbeResult(
-        True, "" if ran else f"kernels compile with it; on GPUs they ran with Triton {TRITON_DIRECT} only"
-    )
+    return ProbeResult(True, "" if ran else f"kernels compile with it; on GPUs they ran with Triton {TRITON_DIRECT} only")
 
 
 def _triton() -> ProbeResult:
@@ -109,9 +107,7 @@ def hopper() -> ProbeResult:
     Row-scaled products of one matrix, which other GPUs have, were compared there, too.
     """
     capability = importlib.import_module("torch").cuda.get_device_capability()
-    return ProbeResult(
-        capability == (9, 0), "" if capability == (9, 0) else f"the GPU is {capability}, not Hopper (9, 0)"
-    )
+    return ProbeResult(capability == (9, 0), "" if capability == (9, 0) else f"the GPU is {capability}, not Hopper (9, 0)")
 
 
 REQUIREMENTS = {TRANSFORMER_ENGINE: te_imports.available, TRITON: _triton, CUDA: _cuda}

@@ -56,9 +56,7 @@ def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
     if tuple(header) != tuple(columns):
         raise BenchmarkError(f"{path} begins with {','.join(header)[:80]!r}; expected the columns {','.join(columns)}")
     if not text.endswith("\n") or any(len(row) != len(columns) for row in rows):
-        raise BenchmarkError(
-            f"{path} ends with {text[-40:]!r}; expected complete lines of {len(columns)} columns: fix it"
-        )
+        raise BenchmarkError(f"{path} ends with {text[-40:]!r}; expected complete lines of {len(columns)} columns: fix it")
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 

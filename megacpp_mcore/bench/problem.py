@@ -339,9 +339,7 @@ class Problem:
         truth = variant.truth or self.truth
         errors = {name: self._error(name, out.detach(), truth[name]) for name, out in zip(names, results, strict=False)}
         limits = self._limits(variant, errors)
-        wrong = [
-            f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]
-        ]
+        wrong = [f"{name} {error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if not error <= limits[name]]
         if wrong:
             return Result(False, f"FAILS: worst row {', '.join(wrong)}", errors)
         return Result(None, IS_REFERENCE, errors) if variant.is_reference else Result(True, GREEN, errors)

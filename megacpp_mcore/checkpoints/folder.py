@@ -86,9 +86,7 @@ def newest_iteration(folder: Path) -> Path:
             raise CheckpointError(f"{newest} is in the format torch, which is sharded like its run; {RESAVE}")
     newest = newest.absolute()
     if damaged := damages(newest):
-        raise CheckpointError(
-            f"{newest} is damaged: {'; '.join(damaged)}; restore it from a copy, or name another iteration"
-        )
+        raise CheckpointError(f"{newest} is damaged: {'; '.join(damaged)}; restore it from a copy, or name another iteration")
     return newest
 
 
@@ -186,9 +184,7 @@ def _lock(save: Path) -> Path:
             _remove(leftover)
         marker.write_text(holder, encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(
-            f"--save {save} cannot be written ({error}); make room, or name another folder"
-        ) from error
+        raise CheckpointError(f"--save {save} cannot be written ({error}); make room, or name another folder") from error
     return marker
 
 
@@ -274,9 +270,7 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
     )
 
 
-def choose_non_persistent(
-    folder: Path | None, iteration: int, load: Path | None, step: int | None, **how: bool
-) -> bool:
+def choose_non_persistent(folder: Path | None, iteration: int, load: Path | None, step: int | None, **how: bool) -> bool:
     """Return whether the non-persistent checkpoint of ``iteration`` (-1: none) is loaded, and check it if so.
 
     ``folder`` is where it is, None if it is not to be checked; other arguments are as in :func:`choose`.

@@ -138,11 +138,7 @@ def refuse_other_layout(state: Any, folder: str) -> None:
             "without the optimizer's state (--no-load-optim), from which main parameters begin as the weights"
         )
     names = (*_SIZES, "use_distributed_optimizer") if has_optimizer else _SIZES
-    pairs = [
-        (name, getattr(saved, name), getattr(run, name))
-        for name in names
-        if hasattr(saved, name) and hasattr(run, name)
-    ]
+    pairs = [(name, getattr(saved, name), getattr(run, name)) for name in names if hasattr(saved, name) and hasattr(run, name)]
     if different := ", ".join(f"{name} was {old}, and the run's is {new}" for name, old, new in pairs if old != new):
         if is_torch:
             raise CheckpointError(

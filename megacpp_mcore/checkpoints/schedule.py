@@ -33,9 +33,7 @@ TRAIN_STATE = "train_state.pt"
 
 _BUCKETS = ".distributed.dp_group_idx_"
 """Substring of the names of optimizer state that is saved in the memory layout of Megatron's flat parameter buckets."""
-_INDEXER = re.compile(
-    r"(?P<stem>.*\bdecoder\.layers\.)(?P<layer>\d+)(?P<rest>\.self_attention\.core_attention\.indexer\..*)"
-)
+_INDEXER = re.compile(r"(?P<stem>.*\bdecoder\.layers\.)(?P<layer>\d+)(?P<rest>\.self_attention\.core_attention\.indexer\..*)")
 
 
 @dataclass(frozen=True)

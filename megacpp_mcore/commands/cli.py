@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if args.command in _LAUNCHES or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(
-            f"error: {error}; expected room for what the command writes: free some, or write elsewhere", file=sys.stderr
-        )
+        print(f"error: {error}; expected room for what the command writes: free some, or write elsewhere", file=sys.stderr)
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return USER_ERROR
@@ -99,9 +97,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, with the nearest known names."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(
-            USER_ERROR, f"{self.prog}: error: {message}; {suggestion(message, _options(self))}see {self.prog} --help\n"
-        )
+        self.exit(USER_ERROR, f"{self.prog}: error: {message}; {suggestion(message, _options(self))}see {self.prog} --help\n")
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

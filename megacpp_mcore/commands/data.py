@@ -96,9 +96,7 @@ def _verify(args: argparse.Namespace) -> int:
     from megacpp_mcore.data.tokenizer import ByteTokenizer, load_tokenizer
 
     if not args.adopt and (args.tokenizer, args.vocab_size, args.eod_id) != (None, None, None):
-        raise DataError(
-            "--tokenizer, --vocab-size and --eod-id describe a manifest to be written: add --adopt, or remove them"
-        )
+        raise DataError("--tokenizer, --vocab-size and --eod-id describe a manifest to be written: add --adopt, or remove them")
     prefixes, problems = list(dict.fromkeys(args.prefixes)), []
     for prefix in prefixes:
         if args.adopt:
@@ -112,9 +110,7 @@ def _verify(args: argparse.Namespace) -> int:
             elif made_by["kind"] == "huggingface":
                 print("stock flags: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR")
             if made_by["eod_id"] is None:
-                print(
-                    "its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked"
-                )
+                print("its end-of-document id is not known and was not checked; adopt it with --eod-id to have it checked")
         except DataError as error:
             problems.append(error)
     if problems:

@@ -47,9 +47,7 @@ STEP = "training step"
 """Name of the finding about the training step."""
 
 _CUTE = "it needs apache-tvm-ffi >= 0.1.11, which the tilelang of the extra ssm excludes: use separate environments"
-_TOKENIZER = (
-    "Megatron's HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]` (other tokenizers do without)"
-)
+_TOKENIZER = "Megatron's HuggingFaceTokenizer needs it: `pip install megacpp-mcore[tokenizers]` (other tokenizers do without)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +237,7 @@ def _examine(component: Component, time_limit_s: float) -> Finding:
     """Examine a component; a variable or the settings file may switch some off. An invalid variable is refused."""
     finding = _find_and_try(component, time_limit_s)
     print(f"examined {component.name}", file=sys.stderr, flush=True)  # progress: each takes seconds
-    if (
-        component.vendor
-        and not (switch := vendor_switches.allowed(component.vendor)).ok
-        and finding.state in (WORKS, ABSENT)
-    ):
+    if component.vendor and not (switch := vendor_switches.allowed(component.vendor)).ok and finding.state in (WORKS, ABSENT):
         return replace(finding, state=OFF if finding.state == WORKS else ABSENT, reason=switch.reason)
     try:
         reason = te_disabled() if component.module == TRANSFORMER_ENGINE else ""
@@ -384,9 +378,7 @@ def _checkout() -> Finding | None:
     from megacpp_mcore.patches.machinery.checkout import Checkout
 
     report = drift.examine(Checkout(folder))
-    return Finding(
-        CHECKOUT_VARIABLE, WORKS, version, f"{report['head'] or 'no commits'}; `compat`: {report['verdict']}"
-    )
+    return Finding(CHECKOUT_VARIABLE, WORKS, version, f"{report['head'] or 'no commits'}; `compat`: {report['verdict']}")
 
 
 def _step(findings: Sequence[Finding], time_limit_s: float | None) -> Finding:

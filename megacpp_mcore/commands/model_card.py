@@ -88,9 +88,7 @@ def _sizes(models: Sequence[Model]) -> list[str]:
     for family in mixers_first():
         cards = [family.card(model.shape, *model.sizes(family)) for model in models]
         for name in cards[0]:
-            rows[name] = [
-                card[name] if family in model.families else "none" for card, model in zip(cards, models, strict=True)
-            ]
+            rows[name] = [card[name] if family in model.families else "none" for card, model in zip(cards, models, strict=True)]
     return _by_model("Sizes", "size", models, rows)
 
 

@@ -177,9 +177,7 @@ def _recompute_words(how: Recomputation) -> str:
     """Return what to write for ``how``: in the settings file, and Megatron's arguments."""
     words = [f"recompute: [{', '.join(how.own.on)}] in the file of MEGACPP_CONFIG"] if how.own.on else []
     if how.granularity == "full":
-        words.append(
-            f"--recompute-granularity full --recompute-method {how.method} --recompute-num-layers {how.num_layers}"
-        )
+        words.append(f"--recompute-granularity full --recompute-method {how.method} --recompute-num-layers {how.num_layers}")
     return "; ".join(words) or "recompute nothing"
 
 
@@ -284,9 +282,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     if model != original:
         settings = _write_settings(args, name, model, loaded)
     elif args.settings is not None:
-        raise LaunchError(
-            f"--settings {args.settings} is for a model that --set changes, but nothing is changed; remove it"
-        )
+        raise LaunchError(f"--settings {args.settings} is for a model that --set changes, but nothing is changed; remove it")
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
     if "processes" in of_training:
@@ -383,9 +379,7 @@ def _processes(args: argparse.Namespace, layout: Layout, training: Training, usu
     return nodes, per_node
 
 
-def _write_settings(
-    args: argparse.Namespace, name: str, model: Model, loaded: plugin_config.PluginConfig | None
-) -> Path:
+def _write_settings(args: argparse.Namespace, name: str, model: Model, loaded: plugin_config.PluginConfig | None) -> Path:
     """Write the file of ``--settings`` for ``model``, with the other settings of ``loaded``; no other file is replaced."""
     if args.settings is None:
         raise LaunchError(
@@ -435,9 +429,7 @@ def counted(model: Model, args: argparse.Namespace) -> str:
 def _summary(model: Model) -> str:
     counts = ", ".join(f"{model.layers.count(letter)} {letter}" for letter in FAMILIES if letter in model.layers)
     total = sum(model.parameters().values()) / 1e9
-    return (
-        f"{model.depth} layers ({counts}), hidden {model.hidden_size}, {total:.4g} B parameters, MTP {model.mtp.depth}"
-    )
+    return f"{model.depth} layers ({counts}), hidden {model.hidden_size}, {total:.4g} B parameters, MTP {model.mtp.depth}"
 
 
 def _plan(recipe: Recipe) -> str:

@@ -88,9 +88,7 @@ def _resolve(word: str, *, run_only: bool = False) -> Path:
     if place.is_file() and run_only:
         raise DataError(f"{word} is a file; expected {expected}, probably {place.parent}")
     if place.is_dir() and not (place / RECEIPT).exists() and not any(place.glob("start_*")):
-        near = sorted(
-            {file.parents[1] for depth in ("*", "*/*") for file in place.glob(f"{depth}/start_*/rank_*.jsonl")}
-        )
+        near = sorted({file.parents[1] for depth in ("*", "*/*") for file in place.glob(f"{depth}/start_*/rank_*.jsonl")})
         meant = f"; did you mean {' or '.join(map(str, near[:3]))}?" if near else ""
         raise DataError(f"{word} is not a recorded run; expected {expected}{meant}")
     return place

@@ -37,9 +37,7 @@ def html(path: str | os.PathLike[str]) -> str:
         DataError: there is no receipt, or it is damaged.
     """
     run = read(path)
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"clock": text.duration, "size": text.size, "short": text.short, "utc": text.utc}
     template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.render(run=run, fields=fields.labelled(run.values), classes=CLASSES, in_words=fields.in_words)

@@ -103,9 +103,7 @@ def run_quietly(
             while (left := started + timeout_s - time.monotonic()) > 0:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(min(left, report_every_s))
-                    problem = (
-                        f"died of signal {-status}" if status < 0 else f"ended with status {status}" if status else ""
-                    )
+                    problem = f"died of signal {-status}" if status < 0 else f"ended with status {status}" if status else ""
                     return problem, lines()
                 if left > report_every_s:
                     last = (lines() or ["no output yet"])[-1]

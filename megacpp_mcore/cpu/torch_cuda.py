@@ -127,12 +127,9 @@ def _memory_functions() -> dict[str, Any]:
             trim(0)
 
     now = {
-        name: lambda device=None: _resident_bytes()
-        for name in ("memory_allocated", "memory_reserved", "device_memory_used")
+        name: lambda device=None: _resident_bytes() for name in ("memory_allocated", "memory_reserved", "device_memory_used")
     }
-    peak = {
-        name: lambda device=None: _peak_resident_bytes() for name in ("max_memory_allocated", "max_memory_reserved")
-    }
+    peak = {name: lambda device=None: _peak_resident_bytes() for name in ("max_memory_allocated", "max_memory_reserved")}
     unneeded = _without_effect("reset_peak_memory_stats", "reset_max_memory_allocated")
     free = {"mem_get_info": lambda device=None: (_host_memory() - _resident_bytes(), _host_memory())}
     return {**now, **peak, **unneeded, **free, "empty_cache": empty_cache, "memory_stats": memory_stats}

@@ -172,8 +172,7 @@ def _check_forms(given: flags.Flags) -> None:
     named = ["/".join(flag for flag in form if given.get(flag)) for form in _FORMS]
     if len(forms := [form for form in named if form]) > 1:
         raise DataError(
-            f"datasets are given by {' and by '.join(forms)}; expected only one of them: Megatron ignores or "
-            "rejects the rest"
+            f"datasets are given by {' and by '.join(forms)}; expected only one of them: Megatron ignores or rejects the rest"
         )
     split = flags.first(given, "--split")
     if split is not None and (named[2] or named[3]):
@@ -200,9 +199,7 @@ def _check_sets(named: Sequence[Blend], given: flags.Flags) -> None:
         raise DataError(f"the run trains on the training set, and {reason}; expected {instead}, or --skip-train")
     if ("--full-validation" in given or _number(iterations)) and not any(has[1:2]):
         instead = "a second share, such as --split 98,2,0" if is_split else f"{SPLIT_FLAGS[1]} PREFIX"
-        raise DataError(
-            f"{option} evaluates on the validation set, and {reason}; expected {instead}, or --eval-iters 0"
-        )
+        raise DataError(f"{option} evaluates on the validation set, and {reason}; expected {instead}, or --eval-iters 0")
 
 
 def _shares(text: str) -> list[float | None]:

@@ -32,9 +32,7 @@ def find_stdlib_sources() -> list[Source]:
         DataError: this Python has no standard library in files, or a folder of it cannot be listed.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    sources = sorted(
-        make_source(path, path.relative_to(root).as_posix()) for path in walk_files(root, ("*.py",), _LEFT_OUT)
-    )
+    sources = sorted(make_source(path, path.relative_to(root).as_posix()) for path in walk_files(root, ("*.py",), _LEFT_OUT))
     if not sources:
         raise DataError(f"{root} holds no .py file; expected the sources of the standard library: use another Python")
     return sources

@@ -212,9 +212,7 @@ def _refuse_existing(plan: Plan) -> None:
     """Raise if a dataset exists, unless it is to be replaced and Megatron, not launched by us, has cached no indices of it."""
     paths = (prefix + suffix for prefix in plan.prefixes for suffix in (".bin", ".idx", ".manifest.json"))
     if not plan.overwrite and (path := next(filter(os.path.exists, paths), None)):
-        raise DataError(
-            f"{path} exists; expected a new dataset: choose another --output or pass --overwrite", code="exists"
-        )
+        raise DataError(f"{path} exists; expected a new dataset: choose another --output or pass --overwrite", code="exists")
     for prefix in plan.prefixes:
         if cached := next(Path(prefix, "cache").glob("*_indices/*.npy"), None):
             raise DataError(

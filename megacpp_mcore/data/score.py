@@ -88,7 +88,5 @@ class BitsPerByte:
             DataError: no byte has been counted.
         """
         if not self.bytes:
-            raise DataError(
-                "no bytes were counted; expected text after the first token: score more of it", code="no-bytes"
-            )
+            raise DataError("no bytes were counted; expected text after the first token: score more of it", code="no-bytes")
         return self.nats / (math.log(2) * self.bytes)

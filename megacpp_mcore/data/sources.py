@@ -176,9 +176,7 @@ def walk_files(
         folders[:] = sorted(name for name in folders if not _matches(name, left_out))
         if links is not None:
             links += (path for path in (Path(folder, name) for name in folders) if path.is_symlink())
-        yield from (
-            Path(folder, name) for name in sorted(files) if _matches(name, patterns) and not _matches(name, left_out)
-        )
+        yield from (Path(folder, name) for name in sorted(files) if _matches(name, patterns) and not _matches(name, left_out))
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -283,9 +281,7 @@ def _arrow(name: str, source: Source) -> Any:
         ) from error
 
 
-def read_documents(
-    piece: Piece, skipped: list[Skipped] | None, json_key: str = JSON_KEY
-) -> Iterator[tuple[str, bytes]]:
+def read_documents(piece: Piece, skipped: list[Skipped] | None, json_key: str = JSON_KEY) -> Iterator[tuple[str, bytes]]:
     """Yield the documents that begin in ``piece``: the key that is hashed to choose the side of a split, and the UTF-8 text.
 
     ``skipped`` collects what cannot be decoded; None raises instead. ``json_key`` is the key of the text in JSON lines.
@@ -336,9 +332,7 @@ def _record(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def _read_lines(
-    piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None, json_key: str
-) -> Iterator[tuple[str, bytes]]:
+def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None, json_key: str) -> Iterator[tuple[str, bytes]]:
     """Yield the documents of the lines that begin in the piece."""
     offset = piece.offset
     if piece.lines is None:
@@ -362,9 +356,7 @@ def _read_rows(piece: Piece, skipped: list[Skipped] | None, column: str) -> Iter
         names = table.schema_arrow.names
         if names.count(column) != 1:
             number = "no column" if column not in names else f"{names.count(column)} columns"
-            _refuse(
-                piece.source, 0, f"{number} {column!r}; found {', '.join(names)}: --json-key names another", skipped
-            )
+            _refuse(piece.source, 0, f"{number} {column!r}; found {', '.join(names)}: --json-key names another", skipped)
             return
         if piece.offset >= table.num_row_groups:
             return

@@ -85,9 +85,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))  # which contacts no hub
         except Exception as error:  # the package raises bare Exception for every malformed file
-            raise DataError(
-                f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}"
-            ) from error
+            raise DataError(f"{path} is not a tokenizer that 'tokenizers' {tokenizers.__version__} reads: {error}") from error
         # A saved truncation or padding is for the texts that it was saved with; transformers ignores both, too.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -132,9 +130,7 @@ class HuggingFaceTokenizer:
         """
         ids_N = np.asarray(ids, dtype=np.int64)
         documents = np.split(ids_N, np.flatnonzero(ids_N == self.eod_id))
-        texts = (
-            self._tokenizer.decode(one[one != self.eod_id].tolist(), skip_special_tokens=False) for one in documents
-        )
+        texts = (self._tokenizer.decode(one[one != self.eod_id].tolist(), skip_special_tokens=False) for one in documents)
         return sum(len(text.encode()) for text in texts)
 
     def token_id(self, token: str) -> int | None:
@@ -196,9 +192,7 @@ def train(
         replace(Path(folder, "tokenizer_config.json"), json.dumps(config, indent=1).encode() + b"\n")
         replace(Path(folder, "tokenizer.json"), made.to_str(pretty=True).encode())
     except OSError as error:
-        raise DataError(
-            f"{error.filename or folder}: {error.strerror}; expected a folder that can be written"
-        ) from error
+        raise DataError(f"{error.filename or folder}: {error.strerror}; expected a folder that can be written") from error
     return HuggingFaceTokenizer(folder)
 
 

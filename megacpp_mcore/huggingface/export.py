@@ -109,19 +109,13 @@ def _check(folder: Path, model: Model, wanted: Sequence[Tensor], stored: Mapping
         )
     keys = {tensor.key for tensor in wanted}
     prefixes = ("decoder.", "embedding.", "output_layer.", "mtp.")
-    extra = [
-        key for key, entry in stored.items() if key.startswith(prefixes) and isinstance(entry, TensorStorageMetadata)
-    ]
+    extra = [key for key, entry in stored.items() if key.startswith(prefixes) and isinstance(entry, TensorStorageMetadata)]
     wrong = [f"{key} is missing" for key in keys - stored.keys()] + [f"{key} is not its" for key in set(extra) - keys]
     for tensor in wanted:
         if (entry := stored.get(tensor.key)) is None:
             continue
         rows, *rest = entry.size
-        if (
-            rest != list(tensor.shape[1:])
-            or rows < tensor.shape[0]
-            or (rows > tensor.shape[0] and not tensor.rows_may_follow)
-        ):
+        if rest != list(tensor.shape[1:]) or rows < tensor.shape[0] or (rows > tensor.shape[0] and not tensor.rows_may_follow):
             wrong.append(f"{tensor.key} has the shape {list(entry.size)}, expected {list(tensor.shape)}")
     if wrong:
         raise CheckpointError(
@@ -240,9 +234,7 @@ def _ids(files: Mapping[str, str], where: str) -> dict[str, int]:
             vocab = {token: number for number, (token, _) in enumerate(vocab)}
         return vocab | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where}: tokenizer.json or tokenizer_config.json is no tokenizer's: {error!r}"
-        ) from error
+        raise CheckpointError(f"{where}: tokenizer.json or tokenizer_config.json is no tokenizer's: {error!r}") from error
 
 
 def _special_ids(files: Mapping[str, str]) -> dict[str, int]:

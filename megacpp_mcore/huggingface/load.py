@@ -45,9 +45,7 @@ def load(folder: Path, checkpoint: Path, model: Model) -> Path:
         value = values.pop(tensor.name, None)
         if value is None or tuple(value.shape) != tensor.shape or not value.is_floating_point():
             problem = "is missing" if value is None else f"is {value.dtype} {list(value.shape)}"
-            raise CheckpointError(
-                f"{folder}: {tensor.name} {problem}, expected floats {list(tensor.shape)}; export it again"
-            )
+            raise CheckpointError(f"{folder}: {tensor.name} {problem}, expected floats {list(tensor.shape)}; export it again")
         state[tensor.key] = value
         if tensor.linear:
             prefix, shards = tensor.key.removesuffix("weight"), tensor.shape[0] if value.dim() == 3 else 1
@@ -116,9 +114,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     ).is_file()  # transformers reads it first, and leaves an older index next to it
     content = _json(index) if index.is_file() and not is_single_file else {}
     places, digests = content.get("weight_map"), content.get(DIGESTS, {})
-    plain = isinstance(places, dict) and all(
-        isinstance(name, str) and Path(name).name == name for name in places.values()
-    )
+    plain = isinstance(places, dict) and all(isinstance(name, str) and Path(name).name == name for name in places.values())
     if index.is_file() and not is_single_file and not (places and plain and isinstance(digests, dict)):
         raise CheckpointError(f"{index} has no weight_map from tensors to files next to it; export it again")
     names = sorted(set(places.values())) if places else ["model.safetensors"]
@@ -138,9 +134,7 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
                 f"{path} is not what was exported, by the SHA-256 in {INDEX}; restore it from a copy, or export it again"
             )
     if places and (missing := sorted(places.keys() - values.keys())):
-        raise CheckpointError(
-            f"{folder / places[missing[0]]} has no {missing[0]}, which {INDEX} says it has; export it again"
-        )
+        raise CheckpointError(f"{folder / places[missing[0]]} has no {missing[0]}, which {INDEX} says it has; export it again")
     return values
 
 

@@ -201,9 +201,7 @@ class NAM56RAttention(nn.Module):
         attend = self._to_selected if self.role in "FS" else self._to_all
         return self.o_proj(attend(content, q_rotary, latent, k_rotary, step, index).flatten(2)), index
 
-    def _to_all(
-        self, content: Tensor, q_rotary: Tensor, latent: Tensor, k_rotary: Tensor, step: Step, _: Any
-    ) -> Tensor:
+    def _to_all(self, content: Tensor, q_rotary: Tensor, latent: Tensor, k_rotary: Tensor, step: Step, _: Any) -> Tensor:
         k_content, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.content, self.value], dim=-1)
         k = torch.cat([k_content, k_rotary.expand(-1, -1, self.heads, -1)], dim=-1)
         if step.cache is not None:
@@ -279,9 +277,7 @@ def mamba3(
 
         y_{t,r} = Σ_q γ_t (C_{t,r}·B_{t,q}) V_{t,q} + Σ_{s<t} exp(Σ_{k=s+1..t} A_k Δ_k) w_s Σ_q (C_{t,r}·B_{s,q}) V_{s,q}
     """
-    x, z, dt, a, trap, angles = (
-        t.transpose(0, 1).float() for t in (x_SBHP, z_SBHP, dt_SBH, a_SBH, trap_SBH, angles_SBA)
-    )
+    x, z, dt, a, trap, angles = (t.transpose(0, 1).float() for t in (x_SBHP, z_SBHP, dt_SBH, a_SBH, trap_SBH, angles_SBA))
     rows, heads = x.shape[1:3]
     rate = F.softplus(a) if activation == "softplus" else torch.where(a < 0, 1 / (1 - a.clamp(max=0)), 1 + a)
     step = F.softplus(dt + weights["dt_bias"].float())
@@ -601,9 +597,7 @@ class NAM56RModel(NAM56RPreTrainedModel):
         if attention_mask is not None and not bool(attention_mask.all()):
             real = attention_mask.bool()
             if (real[:, 1:] & ~real[:, :-1] & real.cumsum(1)[:, :-1].bool()).any():
-                raise ValueError(
-                    "attention_mask has zeros between its ones; expected zeros only for padding on the left"
-                )
+                raise ValueError("attention_mask has zeros between its ones; expected zeros only for padding on the left")
             # A row of padding sees itself: a softmax over nothing is NaN.
             visible = visible & real.unsqueeze(1) | (keys == place)
             real = None if bool(real[:, first:].all()) else real[:, first:].unsqueeze(2)

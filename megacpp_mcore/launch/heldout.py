@@ -102,9 +102,7 @@ def score_windows(
         places = start + replica * batch + np.arange(batch)
         places = places[places < count] if replicas == 1 else places
         part = places % count
-        inputs, labels = (
-            torch.from_numpy(values[part]).to(device) for values in (windows.inputs_WS, windows.labels_WS)
-        )
+        inputs, labels = (torch.from_numpy(values[part]).to(device) for values in (windows.inputs_WS, windows.labels_WS))
         positions = torch.arange(sequence, device=device).expand(len(inputs), sequence)
         with torch.no_grad():
             nats_BS = model(inputs, positions, None, labels=labels)
@@ -138,9 +136,7 @@ def load_model(args: Namespace, *, in_replicas: bool = False) -> Any:
     from megatron.training.training import setup_model_and_optimizer
 
     if args.world_size != 1 and not in_replicas:
-        raise LaunchError(
-            f"this runs in {args.world_size} processes; expected 1, which loads the checkpoint of any layout"
-        )
+        raise LaunchError(f"this runs in {args.world_size} processes; expected 1, which loads the checkpoint of any layout")
     for dimension, what in (("pipeline_model", "pipeline stages"), ("context", "context-parallel ranks")):
         if (size := getattr(args, f"{dimension}_parallel_size")) > 1:
             raise LaunchError(

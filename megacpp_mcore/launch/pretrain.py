@@ -323,9 +323,7 @@ def refuse_unsupported(args: Namespace) -> None:
     if args.fim_data and args.mock_data:
         raise LaunchError("--fim-data is ignored by Megatron with --mock-data; remove one of them")
     if args.hybrid_layer_pattern is not None and args.overlap_moe_expert_parallel_comm:
-        raise LaunchError(
-            "--overlap-moe-expert-parallel-comm is for GPTModel; leave it out with --hybrid-layer-pattern"
-        )
+        raise LaunchError("--overlap-moe-expert-parallel-comm is for GPTModel; leave it out with --hybrid-layer-pattern")
 
 
 def main() -> None:

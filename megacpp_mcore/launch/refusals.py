@@ -75,9 +75,7 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
         )
     save, load = (flags.first(given, f"--{name}") for name in ("save", "load"))
     if save and interval is None:
-        raise LaunchError(
-            "--save has no --save-interval; add --save-interval N, the steps from one checkpoint to the next"
-        )
+        raise LaunchError("--save has no --save-interval; add --save-interval N, the steps from one checkpoint to the next")
     if load is None or is_remote(load):
         return
     if match := re.fullmatch(r"(.*?)/?iter_0*(\d+)/?", load):

@@ -96,9 +96,7 @@ class Layout:
     def __post_init__(self) -> None:
         positive(self, "tensor", "pipeline", "virtual", "expert", "context")
         if self.virtual > 1 and self.pipeline == 1:
-            raise ModelError(
-                "virtual pipeline stages need more than one pipeline stage; raise pipeline, or drop virtual"
-            )
+            raise ModelError("virtual pipeline stages need more than one pipeline stage; raise pipeline, or drop virtual")
         if self.sequence_parallel and self.tensor == 1:
             raise ModelError("sequence parallelism needs tensor parallelism; raise tensor, or drop sequence_parallel")
 
@@ -139,9 +137,7 @@ class Model:
         positive(self, "norm_eps")
         divides("hidden_size", self.hidden_size, "heads", self.heads)  # Megatron asserts it
         if self.rope_theta != int(self.rope_theta):
-            raise ModelError(
-                f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers"
-            )
+            raise ModelError(f"{self.name}: rope_theta is {self.rope_theta}; Megatron's --rotary-base takes whole numbers")
         yarn = self.mla.yarn
         if yarn and self.seq_length > (reach := yarn.rotary_scaling_factor * yarn.original_max_position_embeddings):
             raise ModelError(

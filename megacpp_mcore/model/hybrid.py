@@ -87,9 +87,7 @@ def plan(model: Model, layout: Layout | None = None) -> Plan:
     ]
     trunk = "|".join("".join(symbols[chunk.start - 1 : chunk.stop - 1]) for chunk in stages)
     used = {*symbols, *[MTP_BLOCK] * model.mtp.depth}
-    return Plan(
-        model, trunk + f"/{MTP_BLOCK}" * model.mtp.depth, tuple(slot for slot in slots() if slot.symbol in used)
-    )
+    return Plan(model, trunk + f"/{MTP_BLOCK}" * model.mtp.depth, tuple(slot for slot in slots() if slot.symbol in used))
 
 
 def contradictions(model: Model, text: str | None) -> list[str]:

@@ -301,9 +301,7 @@ def fitting(run: Run, gpu_bytes: int) -> Iterator[tuple[Run, States]]:
     """
     sizes = (1, 2, 4, 8)
     layouts = [
-        Layout(
-            tensor=tensor, pipeline=pipeline, expert=expert, context=run.layout.context, sequence_parallel=tensor > 1
-        )
+        Layout(tensor=tensor, pipeline=pipeline, expert=expert, context=run.layout.context, sequence_parallel=tensor > 1)
         for pipeline, tensor, expert in itertools.product(sizes, sizes, sizes)
     ]
     layouts.sort(key=lambda layout: layout.pipeline * layout.tensor * layout.expert)

@@ -165,9 +165,7 @@ def promoted_schedule(roles: Sequence[str | None], chunks: Sequence[range]) -> t
     return schedule, tuple(promoted)
 
 
-def check_chunks(
-    name: str, roles: Sequence[str | None], chunks: Sequence[range], setting: str = "dsa.schedule: {}"
-) -> None:
+def check_chunks(name: str, roles: Sequence[str | None], chunks: Sequence[range], setting: str = "dsa.schedule: {}") -> None:
     """Refuse a layout in which the first sparse layer of a model chunk would be Shared.
 
     ``setting`` is how the settings file has a schedule, ``{}``.

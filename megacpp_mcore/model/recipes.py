@@ -79,9 +79,7 @@ def _by_muon(run: Run) -> Recipe:
     """Train with Megatron's Muon (emerging-optimizers); experts are then Megatron's, and no layer is in CUDA graphs."""
     training = dataclasses.replace(run.training, optimizer="muon")
     on = f"1gpu_h200_{training.precision}" if run.device == "cuda" else f"1cpu_{training.precision}"
-    return Recipe(
-        name=f"{cast('Model', run.model).name}_pretrain_{on}_muon", run=dataclasses.replace(run, training=training)
-    )
+    return Recipe(name=f"{cast('Model', run.model).name}_pretrain_{on}_muon", run=dataclasses.replace(run, training=training))
 
 
 def _of_long_rows(gpus: int) -> Recipe:

@@ -50,8 +50,7 @@ class _Recompute:
         for name in self.on if granularity == "selective" else ():
             if twice := sorted(repeated[name] & set(modules)):
                 raise ModelError(
-                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; remove "
-                    "one of them"
+                    f"recompute asks for {name}, and --recompute-modules {' '.join(twice)} for a part of it; remove one of them"
                 )
 
 

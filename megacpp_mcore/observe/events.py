@@ -406,9 +406,7 @@ def _read_file(path: Path, number: int) -> Start | None:
 def _files(run: Path) -> list[tuple[int, int, Path]]:
     """Return start number, rank and path of every rank's file in the run's folder, in the order of the starts."""
     paths = run.glob("start_[1-9]*/rank_[0-9]*.jsonl")
-    return sorted(
-        (int(path.parent.name.removeprefix("start_")), int(path.stem.removeprefix("rank_")), path) for path in paths
-    )
+    return sorted((int(path.parent.name.removeprefix("start_")), int(path.stem.removeprefix("rank_")), path) for path in paths)
 
 
 def grouped(ranks: Mapping[int, Sequence[Start]]) -> list[list[Start]]:

@@ -112,9 +112,7 @@ def observed(chosen: Observation, launched: LaunchPolicy, trained_by: Loop | Non
     with contextlib.closing(Log(chosen.folder, rank, world_size, clock, heartbeat_s=details.heartbeat_s)) as log:
         recorder = Recorder(log, with_losses=is_last)
         routes, indices = Routing(details.interval), IndexOverlap(details.interval)
-        receipt = ReceiptWriter(
-            log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop
-        )
+        receipt = ReceiptWriter(log, settings=chosen.settings, launched=launched, routes=routes, indices=indices, loop=loop)
         listeners: list[Listener] = [recorder, routes, indices, FamilyRanges(loop, rank)]
         if details.profile is not None:  # on every rank: families differ by stage, and experts by rank
             first, last = parse_steps(details.profile)

@@ -67,9 +67,7 @@ class Table:
                 if tensor is None or not (
                     tensor.numel() == shard.weight.numel() and tensor.dtype == dtype and tensor.is_contiguous()
                 ):
-                    description = (
-                        tensor if tensor is None else f"{tensor.dtype} of {tensor.numel()}, strides {tensor.stride()}"
-                    )
+                    description = tensor if tensor is None else f"{tensor.dtype} of {tensor.numel()}, strides {tensor.stride()}"
                     raise ModelError(
                         f"{name} is {description}; expected a contiguous {dtype} of {shard.weight.numel()} elements"
                     )

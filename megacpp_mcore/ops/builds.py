@@ -120,9 +120,7 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
             {json.loads(kernel["kernel"])["name"] for kernel in kernels},
         )
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"a line of {FILE} was not written by a run ({type(error).__name__}: {error}); remove it"
-        ) from error
+        raise DataError(f"a line of {FILE} was not written by a run ({type(error).__name__}: {error}); remove it") from error
     if foreign := {*versions} - {triton.__version__} or {name for name in names if not name.startswith(_PACKAGE)}:
         raise DataError(
             f"found kernels of {', '.join(sorted(foreign))}; expected those of {_PACKAGE}* by Triton "

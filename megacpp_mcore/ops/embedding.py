@@ -42,9 +42,7 @@ def embedding(token_BS: torch.Tensor, weight_VD: torch.Tensor, main_grad: MainGr
     if token_BS.dim() != 2:
         raise ModelError(f"tokens have shape {tuple(token_BS.shape)}; expected two axes, batch and sequence")
     if weight_VD.shape[1] % WIDTHS:
-        raise ModelError(
-            f"the table is {weight_VD.shape[1]} wide; expected a multiple of {WIDTHS}: use torch's embedding"
-        )
+        raise ModelError(f"the table is {weight_VD.shape[1]} wide; expected a multiple of {WIDTHS}: use torch's embedding")
     rows_BSD: torch.Tensor = _Embedding.apply(token_BS, weight_VD, main_grad)
     return rows_BSD
 

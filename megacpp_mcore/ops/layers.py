@@ -155,9 +155,7 @@ class M2RNN(_Mixer):
         sizes = dict.fromkeys("qk", key_dim) | dict.fromkeys("vg", values) | {"f": heads}
         self.in_proj = nn.ModuleDict({name: self._linear(hidden_size, size) for name, size in sizes.items()})
         self.out_proj = self._linear(values, hidden_size, to_residual=True)
-        self._add(
-            initializers.convolution, qk_conv_weight=(2 * key_dim, conv_kernel), v_conv_weight=(values, conv_kernel)
-        )
+        self._add(initializers.convolution, qk_conv_weight=(2 * key_dim, conv_kernel), v_conv_weight=(values, conv_kernel))
         self._add(nn.init.zeros_, qk_conv_bias=(2 * key_dim,), v_conv_bias=(values,))
         self._add(initializers.ones, norm_weight=(values,), D=(values,))
         self._add(partial(initializers.identities, width=value_dim), W=(values * value_dim,))
@@ -244,9 +242,7 @@ class SparseMLA(_Mixer):
         project = ops.backend_of("mla_projection", AUTO, query, **needs)
         query = project(query, weight_HCK=k_up_HCL.to(query.dtype), rotation_SR=rotation_SR)
         keys = ops.backend_of("mla_keys", AUTO, query, **needs)
-        key, _ = keys(
-            self.kv_a_layernorm(latent).unsqueeze(2).to(query.dtype), rotary, rotation_SR=rotation_SR, value_dim=0
-        )
+        key, _ = keys(self.kv_a_layernorm(latent).unsqueeze(2).to(query.dtype), rotary, rotation_SR=rotation_SR, value_dim=0)
         key = key.squeeze(2)
         selected = self._selected(hidden_SBD.detach(), q_latent.detach(), rotation_SR)
         q, k, w = (tensor.detach() for tensor in selected)

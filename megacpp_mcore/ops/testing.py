@@ -22,9 +22,7 @@ def row_norms(expected: torch.Tensor) -> torch.Tensor:
     return norms.clamp(min=SMALL_ROW * float(norms.square().mean().sqrt()))
 
 
-def row_errors(
-    actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None
-) -> torch.Tensor:
+def row_errors(actual: torch.Tensor, expected: torch.Tensor, name: str = "", norms: torch.Tensor | None = None) -> torch.Tensor:
     """Compute each row's error, of ``expected``'s shape without the last axis; infinite where only the truth is zero.
 
     Args:
@@ -80,9 +78,7 @@ def assert_parity(
         ValueError: ``max_abs_factor`` without ``dtype_peer``, or nothing to compare.
     """
     if max_abs_factor is not None and dtype_peer is None:
-        raise ValueError(
-            "max_abs_factor compares with dtype_peer, which is missing: pass plain PyTorch at the same dtype."
-        )
+        raise ValueError("max_abs_factor compares with dtype_peer, which is missing: pass plain PyTorch at the same dtype.")
     if expected.numel() == 0:
         raise ValueError(f"{name or 'expected'} has shape {tuple(expected.shape)}: there is nothing to compare.")
     errors, limit = row_errors(actual, expected, name, norms).flatten(), rms
@@ -92,8 +88,7 @@ def assert_parity(
             limit = max(rms, PEER_RATIO * peers_worst)
         if max_abs_factor is not None:
             largest, peers = (
-                float((tensor.double().to(expected.device) - expected.double()).abs().max())
-                for tensor in (actual, dtype_peer)
+                float((tensor.double().to(expected.device) - expected.double()).abs().max()) for tensor in (actual, dtype_peer)
             )
             if not largest <= max_abs_factor * peers:
                 raise AssertionError(

@@ -70,11 +70,7 @@ def _extra(name: str) -> str:
 def installed(name: str) -> ProbeResult:
     """Return whether the module of the entry point ``name`` of :data:`ENTRIES` can be imported."""
     probe = probe_import(ENTRIES[name].partition(":")[0])
-    return (
-        probe
-        if probe.ok
-        else ProbeResult(False, f"{probe.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
-    )
+    return probe if probe.ok else ProbeResult(False, f"{probe.reason}; it comes with the extra {_extra(name)} of megacpp-mcore")
 
 
 def tried(

@@ -59,9 +59,7 @@ def _warn_of_activations(run: Run, gpu_bytes: int) -> None:
     if os.environ.get("RANK", "0") != "0" or total is None or total <= gpu_bytes:
         return
     fitting = next((choice for choice in memory.choices(run) if choice.total <= memory.usable(gpu_bytes)), None)
-    advice = (
-        "more GPUs or shorter rows" if fitting is None else f"recompute {fitting.how} ({fitting.total / 1e9:.1f} GB)"
-    )
+    advice = "more GPUs or shorter rows" if fitting is None else f"recompute {fitting.how} ({fitting.total / 1e9:.1f} GB)"
     _warn_once(
         f"a step is estimated to need {total / 1e9:.1f} GB of the GPU's {gpu_bytes / 1e9:.1f}; what fits: {advice}, see "
         f"`megacpp-mcore recipe memory`"

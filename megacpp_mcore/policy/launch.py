@@ -145,9 +145,7 @@ def announced() -> contextlib.AbstractContextManager[Any]:
     return mock.patch(f"{__name__}._announced", True)
 
 
-def announce(
-    run: Run, *, environment: Mapping[str, str], say: Callable[[str], None], tf32_products: bool = False
-) -> None:
+def announce(run: Run, *, environment: Mapping[str, str], say: Callable[[str], None], tf32_products: bool = False) -> None:
     """Print the policy of a run that the launcher has not started, by ``say``, line by line, once per process."""
     global _announced
     if _announced:

@@ -47,9 +47,7 @@ def overlap_contract(run: Run, connections: str | None) -> Iterator[Overlap]:
         "" if run.layout.expert > 1 else "experts are not sharded over processes",
         f"{CONNECTIONS}=1 gives both streams one queue" if connections == "1" else "",
         "" if how.moe_dispatcher in _DISPATCHERS else "it needs --moe-token-dispatcher-type alltoall or flex",
-        f"Megatron refuses {MOE_OVERLAP} with {SHARED_OVERLAP}"
-        if how.overlap_moe_a2a and how.overlap_shared_expert
-        else "",
+        f"Megatron refuses {MOE_OVERLAP} with {SHARED_OVERLAP}" if how.overlap_moe_a2a and how.overlap_shared_expert else "",
     )
     repeated = how.recompute_granularity == "full" or "moe" in how.recompute_modules
     depths = 0 if run.model is None else run.model.mtp.depth

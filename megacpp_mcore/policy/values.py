@@ -205,9 +205,7 @@ def caches(run: Run, lookup: Lookup, speed: SpeedDefaults) -> Iterator[Value]:
         ("TORCHINDUCTOR_CACHE_DIR", "inductor", None, in_temporary),
     )
     if speed.cache_root or lookup.asked("DG_JIT_CACHE_DIR") is not None:
-        rows += (
-            ("DG_JIT_CACHE_DIR", "deep_gemm", None, "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),
-        )
+        rows += (("DG_JIT_CACHE_DIR", "deep_gemm", None, "kernels that DeepGEMM has compiled; by default ~/.deep_gemm"),)
     for name, folder, default, note in rows:
         wanted = f"{speed.cache_root}/{folder}" if speed.cache_root else None
         requested = lookup.asked(name)
@@ -349,9 +347,7 @@ def precision(run: Run, arguments: str) -> Value:
     plan, fp8, file = run.training.plan, run.execution.fp8, run.execution.precision_file
     text = run.precision + (f", FP8 {fp8}" if fp8 else "")
     if plan.file is not None:
-        text += (
-            f", kernel-local FP8 {plan.kernel_fp8}, dispatch {plan.dispatch}, checkpoint owner {plan.checkpoint_owner}"
-        )
+        text += f", kernel-local FP8 {plan.kernel_fp8}, dispatch {plan.dispatch}, checkpoint owner {plan.checkpoint_owner}"
     if file is not None:
         text += f", and what {file} says of single modules"
     kept = _in_fp32(run)

@@ -83,9 +83,7 @@ class Block(torch.nn.Module):
                 hidden, ffn, activation=ACTIVATIONS[activation], set_parallel_mode=True, **shared, **normed, **parallel
             )
 
-    def forward(
-        self, hidden_SBD: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden_SBD: torch.Tensor, rotary: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """Map ``[S, B, D] -> [S, B, D]``, causal; ``rotary`` is applied to queries and keys ``[S, B, heads, K]``."""
         qkv = self.qkv(hidden_SBD)
         sizes = [heads * self.width for heads in (self.heads, self.groups, self.groups)]

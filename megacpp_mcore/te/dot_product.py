@@ -95,9 +95,7 @@ def attend_heads_first(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch
 
 
 @functools.cache
-def _module(
-    heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool, window: int | None
-) -> Any:
+def _module(heads: int, groups: int, qk: int, v: int, layout: str, scale: float, causal: bool, window: int | None) -> Any:
     """Return one module without parameters for every call with these sizes."""
     return te_imports.entry("DotProductAttention")(
         num_attention_heads=heads,

@@ -263,9 +263,7 @@ class Scopes:
         }
         inside = {name: layer for name, layer in linears.items() if not HELD.search(name)}
         if not inside:
-            raise ModelError(
-                f"{where}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8"
-            )
+            raise ModelError(f"{where}: {type(module).__name__} has no linear layer of Transformer Engine to run in FP8")
         _check_widths(where, inside)
         if self.fp8.recipe == "block":
             _check_gathers(where, inside)

@@ -19,8 +19,7 @@ CLASSES = {
 def specs() -> dict[str, type | None]:
     """Return every slot of :data:`CLASSES` with its class; None: use another class there."""
     return {
-        slot: te_imports.entry(name) if te_imports.feature(feature).ok else None
-        for slot, (feature, name) in CLASSES.items()
+        slot: te_imports.entry(name) if te_imports.feature(feature).ok else None for slot, (feature, name) in CLASSES.items()
     }
 
 

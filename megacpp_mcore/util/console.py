@@ -56,9 +56,7 @@ def redirected(file: Path) -> Iterator[None]:
         ours.addHandler(handler)
         stack.callback(ours.removeHandler, handler)
 
-        def shown(
-            write: Any, message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any
-        ) -> None:
+        def shown(write: Any, message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
             write(message, category, filename, *more, **named)
             is_megatrons = category is UserWarning and "/megatron/training/" in Path(filename).as_posix()
             if is_megatrons and os.environ.get("RANK", "0") == "0" and not str(message).startswith(_USUAL):

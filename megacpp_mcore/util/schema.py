@@ -46,9 +46,7 @@ def replace[T](value: T, content: Any, where: str = "") -> T:
         SchemaError: a key is unknown, or a value has the wrong type.
     """
     if not isinstance(content, Mapping):
-        raise SchemaError(
-            f"{where or 'the top level'} is {content!r}; expected a mapping of {type(value).__name__} values"
-        )
+        raise SchemaError(f"{where or 'the top level'} is {content!r}; expected a mapping of {type(value).__name__} values")
     hints, new = get_type_hints(type(value)), {}
     for key, override in content.items():
         if key not in hints:

@@ -66,9 +66,7 @@ class Checkout:
             raise CheckoutError(message, code="no-folder")
         if missing := [name for name in files if not (self.root / name).is_file()]:
             above = [folder for folder in self.root.parents if all((folder / name).is_file() for name in files)]
-            hint = (
-                f"did you mean {above[0]}?" if above else "pass the folder that contains megatron/ and pretrain_gpt.py"
-            )
+            hint = f"did you mean {above[0]}?" if above else "pass the folder that contains megatron/ and pretrain_gpt.py"
             message = f"{self.root} is not a Megatron-LM checkout: it has no {', '.join(missing)}; {hint}"
             raise CheckoutError(message, code="no-checkout")
         # If __init__.py is a symbolic link, its target is replaced, and the link stays.

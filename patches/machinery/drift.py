@@ -252,9 +252,7 @@ def _uses() -> Iterator[tuple[str, str, str]]:
                     yield from (("flags", flag, file) for flag in _FLAG.findall(text))
 
 
-def _symbols(
-    symbols: dict[str, set[str]], passed: dict[str, int], base: SourceTree, tree: SourceTree
-) -> list[dict[str, Any]]:
+def _symbols(symbols: dict[str, set[str]], passed: dict[str, int], base: SourceTree, tree: SourceTree) -> list[dict[str, Any]]:
     """Compare the symbols of ``base``; ``symbols``: files that name each, ``passed``: positional arguments of its calls."""
     rows = []
     for symbol, files in sorted(symbols.items()):

@@ -103,9 +103,7 @@ def write_sources(root: Path, commit: str, below: str, folder: Path) -> None:
         GitUnavailable: git cannot answer, or a partial clone lacks the files.
     """
     entries = run(root, "ls-tree", "-r", "-z", commit, "--", below).split(b"\0")[:-1]
-    blobs = {
-        name: entry.split()[2] for entry, _, name in (line.partition(b"\t") for line in entries) if name[-3:] == b".py"
-    }
+    blobs = {name: entry.split()[2] for entry, _, name in (line.partition(b"\t") for line in entries) if name[-3:] == b".py"}
     try:
         answer = io.BytesIO(run(root, "cat-file", "--batch", given=b"".join(blob + b"\n" for blob in blobs.values())))
         for name in blobs:

@@ -75,9 +75,7 @@ def texts(folder: Path, *, brief: bool = True) -> dict[str, str]:
 
 
 def _changes_the_model(words: list[str]) -> bool:
-    return any(
-        word.partition("=")[0].partition(".")[0] in ("pattern", "depth", "dsa", "mtp", "start") for word in words
-    )
+    return any(word.partition("=")[0].partition(".")[0] in ("pattern", "depth", "dsa", "mtp", "start") for word in words)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -112,9 +112,7 @@ def test_every_field_of_megatrons_configuration_is_asked_for_or_known_not_to_be_
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    fields, spread = (
-        {field.name for field in dataclasses.fields(of)} for of in (MLATransformerConfig, ModelParallelConfig)
-    )
+    fields, spread = ({field.name for field in dataclasses.fields(of)} for of in (MLATransformerConfig, ModelParallelConfig))
     requested = {argument.field for model in PRESETS.values() for argument in model_arguments(model)}
     words = NOT_THE_MODELS.read_text().split()
     listed = {word.lstrip("+-") for word in words}
@@ -228,9 +226,7 @@ def test_the_launch_flags_of_gpus_pass_megatrons_validation(
 
 def launch_words(layout: Layout | None = None, model: Model | None = None, **training: Any) -> set[str]:
     """Return the flags of a run that change only its speed."""
-    named = {
-        word for flag in FEATURES for on in (True, False) for word in words_of(flag.field, on) if word.startswith("--")
-    }
+    named = {word for flag in FEATURES for on in (True, False) for word in words_of(flag.field, on) if word.startswith("--")}
     return set(lower(Run(model or preset("nam56r_tiny"), layout or Layout(), Training(**training)))) & named
 
 
@@ -297,9 +293,7 @@ def test_every_flag_and_every_remedy_is_one_of_megatron(process: Path) -> None:
         for argument in model_arguments(model):
             words.update(argument.words, argument.remedy.split())
         for layout in LAYOUTS.values():
-            with_schedule = with_overrides(
-                model, {"dsa": {"schedule": "F"}, "depth": 12 if model.depth == 13 else model.depth}
-            )
+            with_schedule = with_overrides(model, {"dsa": {"schedule": "F"}, "depth": 12 if model.depth == 13 else model.depth})
             for training in (Training(), Training(device="cpu", transformer_impl="local", precision="fp32")):
                 words.update(lower(Run(with_schedule, layout, training)))
     for field in FIELDS.values():
@@ -348,9 +342,7 @@ def test_contradictions_of_real_runs(process: Path, changes: list[str], fields: 
         ("AEM|E|AEMEAE|MR", Layout(pipeline=4), "Et*3|t*1|t*6|t*2mL"),
     ],
 )
-def test_marked_stages_are_the_chunks_that_megatron_cuts(
-    process: Path, pattern: str, layout: Layout, text: str
-) -> None:
+def test_marked_stages_are_the_chunks_that_megatron_cuts(process: Path, pattern: str, layout: Layout, text: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

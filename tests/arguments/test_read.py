@@ -75,9 +75,7 @@ def drawn(seed: int) -> Run:
             run = Run(model, layout, training, draw.choice((GPT, HYBRID)))
             run = dataclasses.replace(run, asked=wanted(draw, run))
             captured = dataclasses.replace(run, training=dataclasses.replace(training, cuda_graphs=True))
-            run = (
-                captured if captured.is_captured and draw.random() < 0.5 and "cuda_graph_impl" not in run.asked else run
-            )
+            run = captured if captured.is_captured and draw.random() < 0.5 and "cuda_graph_impl" not in run.asked else run
             lower(run)
         except (ModelError, ValueError):
             continue

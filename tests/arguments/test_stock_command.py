@@ -250,9 +250,7 @@ def test_show_takes_overrides_of_the_model_alone(capsys: pytest.CaptureFixture[s
     assert (shown["processes"], shown["layout"]["expert"], shown["model"]["name"]) == (8, 1, "nam56r")
     assert round(shown["model"]["states_bytes"]["total"] / 1e9, 1) == 33.8
     assert cli.main(["recipe", "show", "nam56r"]) == 0
-    assert json.loads(capsys.readouterr().out)["states_bytes"]["total"] == 18 * sum(
-        preset("nam56r").parameters().values()
-    )
+    assert json.loads(capsys.readouterr().out)["states_bytes"]["total"] == 18 * sum(preset("nam56r").parameters().values())
 
 
 def test_a_launch_on_more_gpus_than_there_are_names_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -440,9 +440,7 @@ def te_dispatcher() -> Dispatcher:
     return Dispatcher(candidates=layer_parts_candidates(transformer_engine=lambda: "te", local=lambda: "local"))
 
 
-def test_a_named_request_for_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_named_request_for_transformer_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     working = {probes.TRANSFORMER_ENGINE: lambda: ProbeResult(True)}
     monkeypatch.setattr(probes, "REQUIREMENTS", working)
     answer = te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda")
@@ -455,8 +453,7 @@ def test_a_named_request_for_transformer_engine(
         assert answer.fn() == "local"
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [
-        "op transformer_impl: requested transformer_engine, running local: "
-        "MEGACPP_DISABLE_TE=1 disables Transformer Engine"
+        "op transformer_impl: requested transformer_engine, running local: MEGACPP_DISABLE_TE=1 disables Transformer Engine"
     ]
     monkeypatch.setenv(probes.DISABLE_TE, "0")
     assert te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda").fn() == "te"
@@ -465,9 +462,7 @@ def test_a_named_request_for_transformer_engine(
 def test_transformer_engine_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {probes.TRANSFORMER_ENGINE: lambda: ProbeResult(False, "transformer_engine is not installed")}
     monkeypatch.setattr(probes, "REQUIREMENTS", missing)
-    with raises(
-        BackendError, "'transformer_engine'", "op transformer_impl", "transformer_engine is", code="cannot-run"
-    ):
+    with raises(BackendError, "'transformer_engine'", "op transformer_impl", "transformer_engine is", code="cannot-run"):
         te_dispatcher().request(LAYER_PARTS, "transformer_engine", device="cuda")
     assert te_dispatcher().request(LAYER_PARTS, "local", device="cuda").fn() == "local"
 

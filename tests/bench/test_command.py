@@ -68,9 +68,7 @@ def test_the_list_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         (f"mla --device cpu --size tiny --against {OTHER}", "train_h200.csv begins with 'label"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_runs(
-    words: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_run_is_refused_before_anything_runs(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "run", *words.split()]) == cli.USER_ERROR
     assert says in capsys.readouterr().err
 

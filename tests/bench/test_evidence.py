@@ -101,9 +101,7 @@ def test_auto_takes_other_packages_only_at_sizes_of_their_rows(op: str, name: st
     assert {row["dtype"] for row in rows} == {*candidate.auto.dtypes} & {*candidate.support.dtypes}
     for row in rows:
         shape = dict(size.split("=") for size in row["shape"].split())
-        assert {name: str(dim) for name, dim in sizes.items()} == {
-            name: f"one of {shape[words[name]]}" for name in sizes
-        }
+        assert {name: str(dim) for name, dim in sizes.items()} == {name: f"one of {shape[words[name]]}" for name in sizes}
 
 
 @pytest.mark.parametrize(("rows", "faster", "other"), [("mla", "sdpa", "triton"), ("mla_window", "triton", "sdpa")])

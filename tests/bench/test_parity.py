@@ -187,9 +187,7 @@ def test_a_speed_up_is_beside_a_peer_that_is_right_too(
         gain = float(rows[peer]["ms"]) / float(rows[name]["ms"])
         assert float(rows[name]["speed_up"].removesuffix("x")) == pytest.approx(gain, rel=0.02, abs=2e-3)
     expected = {"unloved one": "left out", "bound": "no parity: a bound", "replay": "green"}
-    assert {
-        name: rows[name]["note"] or rows[name]["parity"] for name in expected if name in rows
-    }.items() <= expected.items()
+    assert {name: rows[name]["note"] or rows[name]["parity"] for name in expected if name in rows}.items() <= expected.items()
 
 
 def test_a_graph_is_captured_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,7 @@ learned = copy.deepcopy(model)  # the text by heart, by the layers and by the bl
 optimizer = torch.optim.Adam([weight for weight in learned.parameters() if weight.requires_grad], lr=3e-3)
 for _ in range(30):
     optimizer.zero_grad()
-    loss = learned(tokens, labels=tokens).loss + F.cross_entropy(
-        learned.predict_ahead(tokens)[0][0, :-2], tokens[0, 2:]
-    )
+    loss = learned(tokens, labels=tokens).loss + F.cross_entropy(learned.predict_ahead(tokens)[0][0, :-2], tokens[0, 2:])
     loss.backward()
     optimizer.step()
 results["speculative"], results["refused"] = [], []

@@ -37,10 +37,6 @@ def answer(python: Path, *words: str, **how: Any) -> Any:
     return json.loads(run(python, *words, **how).stdout.splitlines()[-1])
 
 
-def outcomes(
-    python: Path, module: str, commands: Sequence[Sequence[object]], **how: Any
-) -> list[tuple[int, str, list[str]]]:
+def outcomes(python: Path, module: str, commands: Sequence[Sequence[object]], **how: Any) -> list[tuple[int, str, list[str]]]:
     """Run the commands of a module, :data:`CLI` or :data:`RUNNER`, in one process: status, output and patches left of each."""
-    return answer(
-        python, "tests.bridge.commands", module, json.dumps([list(map(str, words)) for words in commands]), **how
-    )
+    return answer(python, "tests.bridge.commands", module, json.dumps([list(map(str, words)) for words in commands]), **how)

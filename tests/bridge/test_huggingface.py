@@ -175,9 +175,7 @@ def test_speculative_decoding_gives_the_same_tokens(found: dict[str, Any]) -> No
     assert max(shares) > 0.9
     assert min(shares) < 0.1
     assert any(0.1 < share < 0.9 for share in shares), shares
-    for message, named in zip(
-        found["refused"][:4], ("do_sample", "a batch", "padding", "drafts=0 of 1 depths"), strict=True
-    ):
+    for message, named in zip(found["refused"][:4], ("do_sample", "a batch", "padding", "drafts=0 of 1 depths"), strict=True):
         assert f"does not support {named};" in message
 
 
@@ -201,9 +199,7 @@ def test_the_speed_of_decoding_is_printed(bridge_python: Path, exported: Path) -
         assert re.search(r"tokens/s; \d+ of [1-9]\d* drafts accepted; same tokens for 2 of 2 prompts$", line)
 
 
-def test_import_is_the_inverse(
-    command: Command, exported: Path, place: Path, megatron: dict[str, torch.Tensor]
-) -> None:
+def test_import_is_the_inverse(command: Command, exported: Path, place: Path, megatron: dict[str, torch.Tensor]) -> None:
     command("import", exported, place / "imported")
     command("export", place / "imported", place / "again", "--shard-bytes", "1000000")
     assert_same_bytes(stored(exported), stored(place / "again"))
@@ -231,9 +227,7 @@ def test_import_is_the_inverse(
 @pytest.mark.parametrize(
     "layout", [Layout(tensor=2, sequence_parallel=True, expert=2), Layout(pipeline=2)], ids=["TP 2, EP 2", "PP 2"]
 )
-def test_the_layout_does_not_show(
-    command: Command, exported: Path, place: Path, tmp_path: Path, layout: Layout
-) -> None:
+def test_the_layout_does_not_show(command: Command, exported: Path, place: Path, tmp_path: Path, layout: Layout) -> None:
     converted = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path / "saved")]
     weights = ["--load", str(place / "saved"), "--no-load-optim", "--no-load-rng", "--no-save-optim", *converted]
     words = tiny_run.words(place, 3, *weights, layout=layout)
@@ -263,9 +257,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-def test_what_save_pretrained_wrote_is_imported(
-    command: Command, found: dict[str, Any], exported: Path, place: Path
-) -> None:
+def test_what_save_pretrained_wrote_is_imported(command: Command, found: dict[str, Any], exported: Path, place: Path) -> None:
     command("import", f"{exported}_saved", place / "from_saved")
     command("export", place / "from_saved", place / "saved_again")
     assert found["parameters"] == sum(value.numel() for value in stored(exported).values())

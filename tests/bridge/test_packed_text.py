@@ -46,9 +46,7 @@ REFUSED = [
 ]
 
 
-def test_it_gives_the_dataset_of_plain_lines_and_what_cannot_be_read_is_named(
-    bridge_python: Path, tmp_path: Path
-) -> None:
+def test_it_gives_the_dataset_of_plain_lines_and_what_cannot_be_read_is_named(bridge_python: Path, tmp_path: Path) -> None:
     (tmp_path / "write.py").write_text(WRITE)
     run(bridge_python, "write", str(tmp_path), folder=tmp_path)
     split = ["--json-key", "code", "--split", "a=0.6,b=0.4", "--workers"]
@@ -57,8 +55,7 @@ def test_it_gives_the_dataset_of_plain_lines_and_what_cannot_be_read_is_named(
         for name, workers in (("plain.jsonl", 1), *((name, 2) for name in PACKED))
     )
     refused = [
-        ["data", "prepare", tmp_path / name, "--output", tmp_path / "none", "--json-key", key]
-        for name, key, _ in REFUSED
+        ["data", "prepare", tmp_path / name, "--output", tmp_path / "none", "--json-key", key] for name, key, _ in REFUSED
     ]
     answers = outcomes(bridge_python, CLI, [plain, *packed, *refused])
     for status, output, _ in answers[: -len(REFUSED)]:

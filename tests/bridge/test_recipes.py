@@ -50,9 +50,7 @@ def built(bridge_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def test_every_recipe_is_built_offline_and_reads_back(built: dict[str, Any]) -> None:
-    assert {name: facts["yaml"] for name, facts in built.items() if name in RECIPES} == dict.fromkeys(
-        RECIPES, "read back"
-    )
+    assert {name: facts["yaml"] for name, facts in built.items() if name in RECIPES} == dict.fromkeys(RECIPES, "read back")
     assert [name for name in RECIPES if not built[name]["same run"]] == []
     brought = {name: {"MEGACPP_CONFIG": str(chosen.settings)} for name, chosen in RECIPES.items() if chosen.settings}
     assert {name: built[name]["environment"] for name in RECIPES if built[name]["environment"]} == brought

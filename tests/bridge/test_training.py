@@ -123,9 +123,7 @@ def test_a_run_takes_back_what_it_replaced(trained: tuple[Path, str]) -> None:
         assert f"patch {name} reverted" in log
 
 
-def test_a_run_goes_on_from_its_checkpoint_alone(
-    bridge_python: Path, trained: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_from_its_checkpoint_alone(bridge_python: Path, trained: tuple[Path, str], tmp_path: Path) -> None:
     """From ``run_config.yaml`` and its tensors: the same steps, parameters and moments, bit for bit."""
     folder, log = trained
     words = (str(folder / "saved"), str(RESUMED), str(tmp_path))
@@ -209,9 +207,7 @@ def test_a_checkpoint_that_is_not_there_is_no_beginning_and_one_that_is_there_is
     """Bridge alone would silently start from random weights; here it does so only if allowed."""
     saved, empty = trained[0] / "saved", tmp_path / "empty"
     empty.mkdir()
-    common = (
-        f"--recipe {TINY} --no-observe dataset.data_path={corpus} train.train_iters=1 train.global_batch_size=1".split()
-    )
+    common = f"--recipe {TINY} --no-observe dataset.data_path={corpus} train.train_iters=1 train.global_batch_size=1".split()
     keys = (f"load={tmp_path}/nowhere", f"load={empty}", f"pretrained_checkpoint={empty}", f"save={saved}")
     commands = [[*common, f"checkpoint.{key}"] for key in keys]
     commands.append([*commands[1], "checkpoint.exit_on_missing_checkpoint=false"])

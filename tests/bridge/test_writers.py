@@ -39,9 +39,7 @@ def settings(folder: Path, options: str) -> dict[str, str]:
 def files(folder: Path) -> tuple[list[Path], list[Path]]:
     """TensorBoard's and W&B's files in ``folder``, a start each, in the order of the starts."""
     events, histories = (folder / "events").glob("events.*"), (folder / "wandb").rglob(f"run-{RUN_ID}.wandb")
-    return sorted(events, key=lambda path: path.stat().st_mtime_ns), sorted(
-        histories, key=lambda path: path.parent.name
-    )
+    return sorted(events, key=lambda path: path.stat().st_mtime_ns), sorted(histories, key=lambda path: path.parent.name)
 
 
 def scalars(python: Path, *places: Path) -> list[Scalars]:

@@ -405,9 +405,7 @@ def test_two_runs_do_not_save_in_one_folder(saved: Path) -> None:
         os.killpg(holder, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("load", "step", "finetune"), [(None, None, False), ("saved", None, True), ("older", None, False)]
-)
+@pytest.mark.parametrize(("load", "step", "finetune"), [(None, None, False), ("saved", None, True), ("older", None, False)])
 def test_a_run_that_starts_before_the_newest_checkpoint_is_refused(
     saved: Path, load: str | None, step: int | None, finetune: bool
 ) -> None:
@@ -476,9 +474,7 @@ def test_where_a_run_starts_from_object_storage_is_not_known(saved: Path) -> Non
     claim(str(saved), "msc://bucket/older", None, finetune=False)
 
 
-@pytest.mark.parametrize(
-    "error", [PermissionError(13, "Permission denied"), ValueError("null byte"), KeyError("a key")]
-)
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), ValueError("null byte"), KeyError("a key")])
 def test_any_error_on_rank_0_reaches_all(saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """They wait for what it sees."""
     told: list[tuple[object, str]] = []

@@ -108,9 +108,7 @@ def test_without_an_indexer_there_is_none_to_copy(
     assert "layers [5] of nam56r_tiny are 'F' in the schedule -F-, and - has no indexer" in capsys.readouterr().err
 
 
-def test_a_model_of_longer_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_longer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "old", 5)
     words = command(tmp_path, "")[:-1]
     assert cli.main([*words, "--to", "nam56r_tiny_long"]) == 0

@@ -282,9 +282,7 @@ def test_a_step_that_does_not_train_stands_in_the_way(
     status, text = step_after(monkeypatch, capsys, *HEALTHY)
     assert f"nam56r_tiny on cpu, local layers: {word}\n" in text
     assert status == ("6.5" not in word)
-    assert text.endswith(
-        "training would fail on: training step\n" if status else "nothing stands in the way of training\n"
-    )
+    assert text.endswith("training would fail on: training step\n" if status else "nothing stands in the way of training\n")
 
 
 def test_a_step_is_trained_as_launch_would(

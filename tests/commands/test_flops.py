@@ -78,9 +78,7 @@ def utilisation(
 
 
 def test_model_flops_never_contain_recompute_and_hardware_flops_do() -> None:
-    used, unknown = (
-        utilisation("bf16", step_time_s=2.0, devices=4, again=FULL, device=name) for name in (H200, "NVIDIA X1")
-    )
+    used, unknown = (utilisation("bf16", step_time_s=2.0, devices=4, again=FULL, device=name) for name in (H200, "NVIDIA X1"))
     assert used.mfu == pytest.approx(TOTAL / (2.0 * 4 * 989.5e12), rel=1e-12)
     assert used.tflops_per_device == unknown.tflops_per_device == pytest.approx(TOTAL / 8e12, rel=1e-12)
     assert (used.reason, unknown.mfu, unknown.hfu) == (None, None, None)

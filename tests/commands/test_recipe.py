@@ -131,9 +131,7 @@ def test_recipes_in_fp8_are_the_fastest_rows_in_fp8() -> None:
     fastest = max(as_the_recipe, key=lambda arm: rates[arm])
     commit = next(row["commit"] for row in reversed(rows) if row["arm"] == fastest)
     beside = [row for row in rows if row["commit"] == commit and row["arm"] == "bf16"]
-    assert rates[fastest] > max(
-        rates["fp8 experts by Transformer Engine"], *(int(row["tokens_per_s"]) for row in beside)
-    )
+    assert rates[fastest] > max(rates["fp8 experts by Transformer Engine"], *(int(row["tokens_per_s"]) for row in beside))
     assert beside
     ours = {name: recipe for name, recipe in RECIPES.items() if "fp8" in name}
     assert len(ours) == 4
@@ -194,9 +192,7 @@ def test_graphs_that_are_left_out_are_named(capsys: pytest.CaptureFixture[str], 
     assert cli.main(["recipe", "emit", model, "--set", "cuda_graphs=true"]) == 0
     captured = capsys.readouterr()
     assert ("--cuda-graph-impl local" not in captured.out) == is_left_out
-    assert (
-        "note: cuda_graphs=true is left out: layers are captured with Transformer Engine" in captured.err
-    ) == is_left_out
+    assert ("note: cuda_graphs=true is left out: layers are captured with Transformer Engine" in captured.err) == is_left_out
 
 
 def test_an_unset_data_prefix_stops_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,9 +303,7 @@ def test_a_command_names_the_file_that_changes_its_model(
 
 def test_the_peaks_of_the_flops_page_are_those_that_are_used() -> None:
     text = (Path(__file__).parents[2] / "docs" / "flops.md").read_text(encoding="utf-8")
-    rows = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if "NVIDIA H" in line
-    ]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if "NVIDIA H" in line]
     assert [name for name, *_ in rows] == list(peaks.DEVICES)
     for name, *rates in rows:
         assert dict(zip(peaks.PRECISIONS, map(float, rates), strict=True)) == dict(peaks.DEVICES[name][1])

@@ -84,9 +84,7 @@ def test_a_live_run_is_told_from_a_killed_one(
     assert re.fullmatch(f"last sign of life {line}", alive)
 
 
-def test_the_memory_of_a_process_is_called_that_and_shown_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_memory_of_a_process_is_called_that_and_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     receipt = json.loads(RECEIPT.read_text(encoding="utf-8"))
     labels = ("peak allocated", "peak reserved", "peak resident set")
     allocated, reserved = (receipt["memory"][f"{name}_peak_bytes"] for name in ("allocated", "reserved"))

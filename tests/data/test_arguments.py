@@ -87,9 +87,7 @@ def test_what_names_no_dataset_is_refused(words: str, named: str, tmp_path: Path
         verify_arguments([paths.get(word, word) for word in words.split()])
 
 
-@pytest.mark.parametrize(
-    "content", [None, b"[", b"[1]", b'{"train": "a", "valid": "b"}', b'{"train": 3}', b"\xff", NONE]
-)
+@pytest.mark.parametrize("content", [None, b"[", b"[1]", b'{"train": "a", "valid": "b"}', b'{"train": 3}', b"\xff", NONE])
 def test_a_file_of_datasets_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "splits").write_bytes(content)
@@ -127,9 +125,7 @@ def named(words: str, two: tuple[str, str], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_every_form_is_verified_and_says_which_dataset_is_damaged(
-    two: tuple[str, str], tmp_path: Path, form: str
-) -> None:
+def test_every_form_is_verified_and_says_which_dataset_is_damaged(two: tuple[str, str], tmp_path: Path, form: str) -> None:
     words = named(form, two, tmp_path)
     assert verify_arguments(words) == f"data: {two[0]}, {two[1]} verified against their manifests"
     for prefix in two:
@@ -224,9 +220,7 @@ NULL = "--tokenizer-type NullTokenizer --vocab-size"
         (f"{NULL} 257 --padded-vocab-size 384", "", []),
     ],
 )
-def test_another_vocabulary_or_end_of_document_is_refused(
-    prefix: str, words: str, code: str, values: list[object]
-) -> None:
+def test_another_vocabulary_or_end_of_document_is_refused(prefix: str, words: str, code: str, values: list[object]) -> None:
     given = ["--data-path", prefix, *words.split()]
     if not values:
         assert "verified" in verify_arguments(given)

@@ -169,9 +169,7 @@ def test_after_a_kill_at_any_file_operation_no_manifest_lies_and_a_call_starts_a
         torn += len(whole) < 2 and os.path.exists(f"{prefixes[0]}.bin")
         for prefix in whole:
             verify(prefix)
-        if any(
-            "split" in load_manifest(prefix).command for prefix in whole
-        ):  # of the new ones: the others are there, too
+        if any("split" in load_manifest(prefix).command for prefix in whole):  # of the new ones: the others are there, too
             assert all(os.path.exists(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx"))
             assert len({os.path.getsize(prefix + ".bin") for prefix in prefixes} - {os.path.getsize(old + ".bin")}) == 2
         if killed:

@@ -63,9 +63,7 @@ def test_a_saved_truncation_and_padding_are_not_applied(tmp_path):
 
 
 def test_hugging_face_agrees_with_stock(tmp_path):
-    pytest.importorskip(
-        "transformers", reason="stock's HuggingFaceTokenizer needs transformers, which is not installed"
-    )
+    pytest.importorskip("transformers", reason="stock's HuggingFaceTokenizer needs transformers, which is not installed")
     tokenizer = load_tokenizer(str(save_hf_folder(tmp_path / "hf")))
     stock, _ = build_stock(tokenizer.stock_flags())
     assert (stock.vocab_size, stock.eod) == (tokenizer.vocab_size, tokenizer.eod_id)

@@ -26,17 +26,14 @@ def tensors_of(run: Run, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def differing_runs(
-    expected: Run, found: Run, tolerance: float, names: Sequence[str] = SCALARS, *, steps: int
-) -> list[str]:
+def differing_runs(expected: Run, found: Run, tolerance: float, names: Sequence[str] = SCALARS, *, steps: int) -> list[str]:
     """One sentence for each scalar in all ``steps``, and each gradient of the first two, that is further off.
 
     Of the gradients Adam's mean is compared; the first step is of size zero (:data:`tests.distributed.runs.WARM_UP`).
     """
     assert all(len(run.scalars[name]) == steps for run in (expected, found) for name in names)
     first, same = (
-        {name: value for name, value in tensors_of(run, 2).items() if name.startswith(MOMENTUM)}
-        for run in (expected, found)
+        {name: value for name, value in tensors_of(run, 2).items() if name.startswith(MOMENTUM)} for run in (expected, found)
     )
     assert sum(value.numel() for value in first.values()) == sum(expected.model.parameters().values())
     off = differing_scalars(expected.scalars, found.scalars, tolerance, names)
@@ -58,15 +55,11 @@ def differing_scalars(
     ]
 
 
-def differing_tensors(
-    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
-) -> list[str]:
+def differing_tensors(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float) -> list[str]:
     """One sentence for each tensor whose difference has a norm of more than ``tolerance`` times its own."""
     assert found.keys() == expected.keys()
     off = {name: float((found[name] - value).norm()) for name, value in expected.items()}
-    return [
-        f"{name}: off by {error:.2e}" for name, error in off.items() if not error <= tolerance * expected[name].norm()
-    ]
+    return [f"{name}: off by {error:.2e}" for name, error in off.items() if not error <= tolerance * expected[name].norm()]
 
 
 def assert_same_bytes(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:

@@ -69,9 +69,7 @@ def different(way: str, folder: Path) -> Iterator[settings.PluginConfig | None]:
             stack.enter_context(mock.patch.object(ranks, "_digest", side_effect=denied))
         elif way == "version of torch":
             known: Callable[[str], str | None] = host.version
-            stack.enter_context(
-                mock.patch.object(host, "version", lambda name: "1.0" if name == "torch" else known(name))
-            )
+            stack.enter_context(mock.patch.object(host, "version", lambda name: "1.0" if name == "torch" else known(name)))
         elif way == "another path of the file":
             content = FILE | {"speed_defaults": {"cache_root": "/b"}}
         elif way == "what is a rank's own":

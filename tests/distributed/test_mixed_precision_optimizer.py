@@ -54,9 +54,7 @@ class Runs(Laboratory):
         if load is not None:
             from_ = ("--load", str(load.checkpoints), "--ckpt-step", str(step), "--auto-detect-ckpt-format")
         every, replicas = (1 if model_class == HYBRID else HALF), processes // layout.processes
-        return self.run(
-            name, layout, STEPS, (*words, *from_), save_every=every, replicas=replicas, model_class=model_class
-        )
+        return self.run(name, layout, STEPS, (*words, *from_), save_every=every, replicas=replicas, model_class=model_class)
 
 
 LABORATORY = functools.partial(
@@ -79,9 +77,7 @@ def assert_goes_on(whole: Run, resumed: Run, first: int = HALF + 1) -> None:
 
 def parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's own part of a checkpoint, as far as it is trained."""
-    return {
-        name: tensors[name] for name in (key.partition("exp_avg.")[2] for key in tensors) if name and name in tensors
-    }
+    return {name: tensors[name] for name in (key.partition("exp_avg.")[2] for key in tensors) if name and name in tensors}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -113,9 +109,7 @@ def test_two_processes_train_what_one_does_and_go_on_with_its_checkpoint(laborat
     one = laboratory.whole("distributed")
     from_one = laboratory.steps("DP 2 from DP 1", FULLY, processes=2, load=one)
     two, plain = laboratory.steps("DP 2", FULLY, processes=2), laboratory.steps("DP 2 plain", PLAIN, processes=2)
-    overlapped = laboratory.steps(
-        "DP 2 overlapped", (*FULLY, "--overlap-grad-reduce", "--overlap-param-gather"), processes=2
-    )
+    overlapped = laboratory.steps("DP 2 overlapped", (*FULLY, "--overlap-grad-reduce", "--overlap-param-gather"), processes=2)
     for found in (two, plain, overlapped, from_one):
         assert_same_bytes(parameters(one.tensors(STEPS)), parameters(found.tensors(STEPS)))
     assert_same_bytes(one.tensors(STEPS), from_one.tensors(STEPS))

@@ -97,9 +97,7 @@ def run_tasks(root: Path, tasks: Sequence[tuple[Run, Iterable[Saved], Iterable[S
     cells = {}
     for number, run in enumerate(loads):
         for saved in loads[run]:
-            found = [
-                of_rank[f"{saved.folder(root)} as {saved.read_as or saved.format} to {number}"] for of_rank in by_rank
-            ]
+            found = [of_rank[f"{saved.folder(root)} as {saved.read_as or saved.format} to {number}"] for of_rank in by_rank]
             assert len({answer.partition(":")[0] for answer in found}) == 1, (saved, run, found)
             cells[saved, run] = found[0]
     return cells
@@ -196,10 +194,7 @@ def test_every_move_is_exact_or_refused(tmp_path: Path) -> None:
 def test_the_table_has_what_is_promised() -> None:
     """The counted table follows from the promises alone; that they are kept is for the test above."""
     promises = {
-        (saved, run): promised(saved, run)
-        for tasks in all_moves().values()
-        for run, _, loaded in tasks
-        for saved in loaded
+        (saved, run): promised(saved, run) for tasks in all_moves().values() for run, _, loaded in tasks for saved in loaded
     }
     assert table(promises) in (ROOT / "docs" / "launch.md").read_text(encoding="utf-8"), table(promises)
 

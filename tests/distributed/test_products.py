@@ -119,9 +119,7 @@ def run(compute: Any, rows: torch.Tensor, weights: list[torch.Tensor], *, fused:
         gradients = torch.autograd.grad(total, [rows, *weights], allow_unused=fused)
     if fused:
         assert gradients[1:] == (None,) * len(weights)
-    of_weights = [
-        main_grad.buffer - 1 if main_grad else one for main_grad, one in zip(main_grads, gradients[1:], strict=True)
-    ]
+    of_weights = [main_grad.buffer - 1 if main_grad else one for main_grad, one in zip(main_grads, gradients[1:], strict=True)]
     named = {f"output {index}": one.detach() for index, one in enumerate(outputs)}
     named |= {"rows": gradients[0]} | {f"weight {index}": one for index, one in enumerate(of_weights)}
     return {"tensors": named, "events": events}

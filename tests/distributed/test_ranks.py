@@ -185,9 +185,7 @@ def test_processes_that_have_not_come_are_named_by_those_that_have(tmp_path: Pat
     assert [program.wait(forks.PATIENCE_S) for program in programs] == [2, 2, 2]
     first, second, third = (output.read_text() for output in outputs)
     host = re.escape(socket.gethostname())
-    assert re.search(
-        rf"error: rank 2 of 3 did not reach localhost:\d+ .*, where ranks 0, 1 on {host} wait; start", first
-    )
+    assert re.search(rf"error: rank 2 of 3 did not reach localhost:\d+ .*, where ranks 0, 1 on {host} wait; start", first)
     assert re.search(r"error: rank (2 of 3 did not reach|0 of 3 at) localhost:\d+ ", second)
     assert re.search(rf"error: rank 2 of 3 on {host} found no rank 0 at localhost:9 .* WORLD_SIZE=3 .*`nc -z", third)
     assert all("Traceback" not in said for said in (first, second, third))

@@ -16,9 +16,7 @@ def trained(laboratory: Laboratory, name: str, words: tuple[str, ...], *extra: s
     """Two replicas; ``words`` are known to lowering."""
     laboratory.words = (*words, *(("--ckpt-format", TORCH_FSDP_FORMAT) if TORCH_FSDP in words else ()))
     warm_up = ("--lr-warmup-iters", "1")
-    return laboratory.run(
-        " ".join((name, *words)), LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED
-    )
+    return laboratory.run(" ".join((name, *words)), LAYOUTS[ONE], MAIN, (*warm_up, *extra), replicas=2, save_every=RESUMED)
 
 
 @pytest.mark.parametrize(("words", "tolerance"), [((), 1e-5), (("--bf16",), 5e-3)], ids=["fp32", "bf16"])

@@ -262,9 +262,7 @@ def test_either_way_nothing_is_translated(decide: Callable[..., Any]) -> None:
     assert decide(staged, saved(GPT), []) == decide(saved(GPT), staged, []) == (None, False)
 
 
-@pytest.mark.parametrize(
-    "spec", [None, [], ["local"], ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]]
-)
+@pytest.mark.parametrize("spec", [None, [], ["local"], ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]])
 def test_other_models_are_stocks_affair(decide: Callable[..., Any], spec: list[str] | None) -> None:
     for model_class, other in ((GPT, HYBRID), (HYBRID, GPT)):
         assert decide(saved(model_class), saved(other, spec=spec), []) == "stock's"

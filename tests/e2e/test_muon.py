@@ -17,9 +17,7 @@ RUN = RECIPES["nam56r_tiny_pretrain_1cpu_fp32_muon"].run
 
 def test_megatron_reads_an_optimizer_at_adamws_learning_rate() -> None:
     text = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "260")
-    arguments = stock.parse(
-        list(lower(dataclasses.replace(RUN, training=dataclasses.replace(RUN.training, data=text))))
-    )
+    arguments = stock.parse(list(lower(dataclasses.replace(RUN, training=dataclasses.replace(RUN.training, data=text)))))
     assert (arguments.optimizer, arguments.muon_scalar_optimizer, arguments.lr) == ("muon", "adam", 4e-3)
     assert (arguments.muon_scale_mode, arguments.muon_extra_scale_factor) == ("spectral", 0.2)
 

@@ -34,8 +34,7 @@ def rows(tmp_path: Path) -> list[dict[str, str]]:
             archive.addfile(member, io.BytesIO(content))
     parts = {"held-1.zip": "heldout", "train-1.tar.gz": "train"}
     return [
-        {"project": file[:-6], "file": file, "sha256": sha256_of(folder / file), "part": part}
-        for file, part in parts.items()
+        {"project": file[:-6], "file": file, "sha256": sha256_of(folder / file), "part": part} for file, part in parts.items()
     ]
 
 

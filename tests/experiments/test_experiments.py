@@ -291,9 +291,7 @@ def test_a_plot_by_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "the arm 'long' has no length; expected names such as 32k" in capsys.readouterr().err
 
 
-def test_more_gpus_than_are_visible_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_gpus_than_are_visible_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(SystemExit):
         train.main([str(ROOT / "experiments/gpus.yaml"), "--data", "corpus", "--gpus", "4"])
@@ -315,7 +313,5 @@ def test_a_megatron_has_a_row_of_what_compat_says(tmp_path: Path, monkeypatch: p
     with output.open(newline="") as text:
         compared, *trained = csv.DictReader(text)
     assert compared["found"] == "fits: 1 of 2 targets equal"
-    assert [row["found"] for row in trained] == [
-        f"{model_class}: died of signal 9; no more" for model_class in (GPT, HYBRID)
-    ]
+    assert [row["found"] for row in trained] == [f"{model_class}: died of signal 9; no more" for model_class in (GPT, HYBRID)]
     assert [row["status"] for row in (compared, *trained)] == ["0", "1", "1"]

@@ -27,11 +27,7 @@ def waits(run: Callable[[], object]) -> list[str]:
         run()
     events = record.events()
     (span,) = (event.time_range for event in events if event.name == "the run" and event.device_type == DeviceType.CPU)
-    return [
-        event.name
-        for event in events
-        if "Synchronize" in event.name and span.start <= event.time_range.start <= span.end
-    ]
+    return [event.name for event in events if "Synchronize" in event.name and span.start <= event.time_range.start <= span.end]
 
 
 def main() -> None:

@@ -24,9 +24,7 @@ def test_it_is_transformer_engines_step_with_the_clipping_and_the_copy() -> None
     options = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     engine_weights = [weight.clone() for weight in weights]
     engine = optimizers.FusedAdam(engine_weights, **options, adam_w_mode=True)
-    shards = [
-        adam.Shard(weight, *(torch.zeros_like(weight) for _ in range(3)), weight.bfloat16()) for weight in weights
-    ]
+    shards = [adam.Shard(weight, *(torch.zeros_like(weight) for _ in range(3)), weight.bfloat16()) for weight in weights]
     table, scale = adam.Table(shards), torch.tensor([0.37], device="cuda")
     for number in range(1, 6):
         for shard, other in zip(shards, engine_weights, strict=True):

@@ -60,9 +60,7 @@ def test_transformer_engine_on_and_off(with_te: dict[str, Any], without_te: dict
     assert without_te["loss"]["first"] == pytest.approx(with_te["loss"]["first"], rel=0.02)
 
 
-def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(
-    with_te: dict[str, Any], tmp_path: Path
-) -> None:
+def test_attention_is_fused_and_deterministic_mode_is_a_marked_fall_back(with_te: dict[str, Any], tmp_path: Path) -> None:
     assert observed(with_te, "mla") == {("auto", "sdpa")}
     ((requested, kernel),) = observed(with_te, "sdpa")
     assert requested == "auto"

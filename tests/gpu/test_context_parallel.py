@@ -82,9 +82,7 @@ def test_references_in_fp32(train: Train, ranks: int, words: tuple[str, ...]) ->
     assert differing_scalars(alone, shared, COUNTED_TOLERANCE, COUNTED) == []
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("words", [(), PACKED], ids=["whole rows", "packed"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_kernels_in_bf16(train: Train, ranks: int, words: tuple[str, ...]) -> None:

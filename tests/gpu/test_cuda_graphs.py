@@ -199,8 +199,7 @@ def trained_on_two(
 ) -> list[Path]:
     """The folders of a run without and with ``graphs``, trained side by side on the same two GPUs."""
     trainings = [
-        begin(tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more, processes=2, **run)
-        for more in ((), graphs)
+        begin(tmp_path / f"graphs {bool(more)}", corpus, overrides, *words, *more, processes=2, **run) for more in ((), graphs)
     ]
     folders = [tmp_path / f"graphs {with_graphs}" for with_graphs in (False, True)]
     for training, folder in zip(trainings, folders, strict=True):
@@ -209,9 +208,7 @@ def trained_on_two(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-def test_a_pipeline_replays_mixers_and_the_prediction_between_layers_that_are_not_captured(
-    corpus: str, tmp_path: Path
-) -> None:
+def test_a_pipeline_replays_mixers_and_the_prediction_between_layers_that_are_not_captured(corpus: str, tmp_path: Path) -> None:
     """On HybridModel: one stage ends with a layer that is not captured, the next trains two depths in each micro-batch."""
     sizes, words = WHOLE
     overrides, words = sizes | {"pattern": "AEME|AEMEAEMR"}, (*words, "--micro-batch-size", "1")

@@ -76,9 +76,7 @@ ENDS = ("mask", "mask without Transformer Engine", "lengths")
 """How a stock model is told where a document ends."""
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
 @pytest.mark.parametrize("told_by", ENDS)
 def test_what_a_stock_models_document_learns_of_the_one_before(
     process: None, monkeypatch: pytest.MonkeyPatch, told_by: str
@@ -99,9 +97,7 @@ def test_what_a_stock_models_document_learns_of_the_one_before(
     )  # fmt: skip
     is_local = told_by == "mask without Transformer Engine"
     spec = specs.get_gpt_layer_local_spec() if is_local else specs.get_gpt_layer_with_transformer_engine_spec()
-    model = (
-        GPTModel(config, spec, vocab_size=128, max_sequence_length=S, position_embedding_type="rope").cuda().bfloat16()
-    )
+    model = GPTModel(config, spec, vocab_size=128, max_sequence_length=S, position_embedding_type="rope").cuda().bfloat16()
     cu_seqlens = torch.tensor([0, second, S], dtype=torch.int32, device="cuda")
     lengths = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=S - second, max_seqlen_kv=S - second)
 
@@ -109,9 +105,7 @@ def test_what_a_stock_models_document_learns_of_the_one_before(
         mask, _, positions_S = _get_ltor_masks_and_position_ids(tokens_S, 0, True, True, True, told_by != "lengths")
         labels_BS = tokens_S.roll(-1)[None]
         options = {"packed_seq_params": lengths} if mask is None else {}
-        of_all_BS = model(
-            tokens_S[None], positions_S[None], None if mask is None else mask[None], labels=labels_BS, **options
-        )
+        of_all_BS = model(tokens_S[None], positions_S[None], None if mask is None else mask[None], labels=labels_BS, **options)
         return of_all_BS[0, second:-1].detach()  # the last label is the first token
 
     tokens_S = torch.randint(1, 128, (S,), device="cuda")

@@ -178,9 +178,7 @@ def train(folder: Path, experts: str, *extra: str) -> list[float]:
     model = preset("nam56r_tiny")
     file.write_text(yaml.safe_dump({"model": model.name, "backends": {"experts": experts}}))
     checkpoint = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist")
-    words = words_of(
-        model, *checkpoint, *extra, micro_batch_size=4, global_batch_size=8, train_iters=STEPS, learning_rate=1e-3
-    )
+    words = words_of(model, *checkpoint, *extra, micro_batch_size=4, global_batch_size=8, train_iters=STEPS, learning_rate=1e-3)
     runs.train(words, record, **{plugin_config.VARIABLE: str(file)})
     return [step.losses["lm loss"] for step in read_steps(record)]
 

@@ -112,9 +112,7 @@ def build(model: Model, precision: str, folder: Path, monkeypatch: pytest.Monkey
     base = preset("nam56r_tiny")
     file = folder / "megacpp.yaml"
     chosen = {"experts": STOCK}  # which has products to count in BF16, too
-    file.write_text(
-        yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), "backends": chosen})
-    )
+    file.write_text(yaml.safe_dump({"model": base.name, "overrides": overrides.differences(model, base), "backends": chosen}))
     monkeypatch.setenv(plugin_config.VARIABLE, str(file))
     destroy_moe_metrics_tracker()
     config = stock.model_config(words_of(model, ALONE, precision=precision))
@@ -139,9 +137,7 @@ def test_the_products_of_the_experts_alone_have_fp8_operands(
     tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
     positions = torch.arange(128, device="cuda").expand(2, -1)
     with watched() as products:
-        loss = wrapped(
-            tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones_like(tokens[:, 1:]).float()
-        )
+        loss = wrapped(tokens[:, :-1], positions, None, labels=tokens[:, 1:], loss_mask=torch.ones_like(tokens[:, 1:]).float())
         loss.float().mean().backward()
     layers = 3 if precision == FP8 else 0
     each_layer = 2  # linear_fc1, linear_fc2
@@ -198,9 +194,7 @@ def draw(rows: Sequence[int], hidden: int = 3584) -> list[torch.Tensor]:
     return [hidden_TD.bfloat16(), probs_T, gradient_TD.bfloat16()]
 
 
-def outcome(
-    experts: Any, rows: Sequence[int], inputs: Sequence[torch.Tensor], forward: Any = None
-) -> list[torch.Tensor]:
+def outcome(experts: Any, rows: Sequence[int], inputs: Sequence[torch.Tensor], forward: Any = None) -> list[torch.Tensor]:
     """Output, and gradients of input, probabilities, and weights (fc1, then fc2, ``[N, out, in]``)."""
     experts.set_is_first_microbatch()  # or the FP8 copies of the weights are those of an earlier call
     hidden_TD, probs_T = (tensor.clone().requires_grad_() for tensor in inputs[:2])

@@ -94,9 +94,7 @@ def test_fp8_keeps_quantised_weights_until_a_step() -> None:
     made = [quantised_weights._copies[weight].made for weight in weights]
     assert torch.equal(run(w1, w2), first)
     assert all(quantised_weights._copies[weight].made is copy for weight, copy in zip(weights, made, strict=True))
-    for weight, name in zip(
-        weights, ("w1", "w2"), strict=True
-    ):  # as the distributed optimizer does: no version counts it
+    for weight, name in zip(weights, ("w1", "w2"), strict=True):  # as the distributed optimizer does: no version counts it
         weight.data.copy_(others[name])
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
     assert torch.equal(run(w1, w2), run(others["w1"], others["w2"]))
@@ -124,9 +122,7 @@ def test_no_row_at_all() -> None:
     inputs |= {name: inputs[name][:0] for name in ("x", "dy", "routing", "probs")}
     for module in (triton, fp8) if torch.cuda.get_device_capability() == CAPABILITY else (triton,):
         outputs = outcome(module.routed_mlp, case, inputs)
-        assert not any(
-            outcome_of_rows(module.grouped_mlp, case, inputs)[name].count_nonzero() for name in ("dw1", "dw2")
-        )
+        assert not any(outcome_of_rows(module.grouped_mlp, case, inputs)[name].count_nonzero() for name in ("dw1", "dw2"))
         assert outputs["y"].shape == (0, 64)
         assert not any(outputs[name].count_nonzero() for name in ("dw1", "dw2"))
         elsewhere = Case(T=16, D=64, F=64, E=4, ranks=2, topk=2, routing="same")

@@ -20,9 +20,7 @@ pytestmark = [
         torch.cuda.device_count() < PROCESSES,
         reason=f"{PROCESSES} GPUs are needed, and {torch.cuda.device_count()} seen",
     ),
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
 ]
 
 

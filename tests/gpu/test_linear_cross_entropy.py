@@ -109,9 +109,7 @@ def test_vocabulary_over_ranks(known: bool, tmp_path: Path) -> None:
     inputs, mask = masked(draw(2345, 320, 9001, torch.bfloat16))
     options = {"token_weight": mask if known else None, "token_chunk": 1000}
     expected = outcome(ours, inputs, **options)
-    distributed.init_process_group(
-        "nccl", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    distributed.init_process_group("nccl", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         for sequence_parallel in (False, True):
             shards = VocabShards(distributed.group.WORLD, sequence_parallel)
@@ -132,9 +130,7 @@ torch.cuda.synchronize()
 
 
 def test_a_gradient_that_is_not_what_the_weights_promise_ends_the_process() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", BROKEN_PROMISE], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    ended = subprocess.run([sys.executable, "-c", BROKEN_PROMISE], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode != 0
     assert "is not token_weight times one factor" in ended.stderr
 

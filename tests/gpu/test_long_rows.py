@@ -131,9 +131,7 @@ def test_the_scratch_of_mamba_3_does_not_grow_with_the_row() -> None:
 
 @pytest.mark.parametrize("topk", [1, 64, 300])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_selection_by_near_scores_is_the_references(
-    topk: int, documents: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_selection_by_near_scores_is_the_references(topk: int, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores without rounding, many of them equal; and few enough near the threshold that they fit at once, or late."""
     inputs = indexer_case.draw_exact(1000, H=3, device="cuda")
     seq_idx = indexer_case.draw_documents(1000, device="cuda", each=300) if documents else None

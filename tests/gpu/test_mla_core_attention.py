@@ -332,8 +332,7 @@ def test_transformer_engine_at_128_64(patched: list[str], unfused: None) -> None
     layer, inputs = attention("TEDotProductAttention", 56, 128, 64), draw(4096, 2, 56)
     outputs, peer = outcome(seam(layer), inputs), outcome(stocks(layer), inputs)
     assert patched == [
-        "mla-core-attention: TEDotProductAttention runs sdpa CUDNN_ATTENTION: "
-        "at widths 128/64 Transformer Engine is unfused"
+        "mla-core-attention: TEDotProductAttention runs sdpa CUDNN_ATTENTION: at widths 128/64 Transformer Engine is unfused"
     ]
     assert outputs[0].shape == peer[0].shape == (4096, 2, 56 * 64)
     assert_same(inputs, outputs, truth(inputs, softmax_scale=128**-0.5), peer, 5e-3, 128**-0.5)
@@ -342,9 +341,7 @@ def test_transformer_engine_at_128_64(patched: list[str], unfused: None) -> None
 
 
 ASKED = [
-    (K, V, *how, None)
-    for K, V in ((128, 64), (192, 128))
-    for how in ((True, "causal"), (False, "causal"), (True, "no_mask"))
+    (K, V, *how, None) for K, V in ((128, 64), (192, 128)) for how in ((True, "causal"), (False, "causal"), (True, "no_mask"))
 ]
 
 

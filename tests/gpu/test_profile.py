@@ -28,9 +28,7 @@ def test_the_time_of_kernels_belongs_to_families(tmp_path: Path, impl: str, reco
     assert table["unit"] == "device time of kernels"
     assert table["steps"] == [10, 14]
     assert table["attributed_share"] >= 0.95
-    assert (
-        0 < table["busy_ns"] <= min(table["window_ns"], table["total_ns"])
-    )  # kernels at the same time count once in it
+    assert 0 < table["busy_ns"] <= min(table["window_ns"], table["total_ns"])  # kernels at the same time count once in it
     assert 0 <= table["host_bound_share"] < 1
     for name in FAMILIES:
         row = table["families"][name]

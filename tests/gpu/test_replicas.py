@@ -19,9 +19,7 @@ SCALARS = ("lm loss", "mtp_1 loss", "seq_load_balancing_loss", "z_loss", "grad n
 """Of the indexer's loss, some 1e-7, less than that part is the same once a near tie in the selection of keys tips over."""
 
 pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2, reason=f"two GPUs are needed, and {torch.cuda.device_count()} seen"
-    )
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"two GPUs are needed, and {torch.cuda.device_count()} seen")
 ]
 
 

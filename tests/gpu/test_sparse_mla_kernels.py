@@ -69,9 +69,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small_chunks")
-@pytest.mark.parametrize(
-    "case", [*CASES.values(), *WIDE_CASES.values()], ids=[*CASES, *map("wide, {}".format, WIDE_CASES)]
-)
+@pytest.mark.parametrize("case", [*CASES.values(), *WIDE_CASES.values()], ids=[*CASES, *map("wide, {}".format, WIDE_CASES)])
 def test_parity_with_fp64(case: Case) -> None:
     inputs = draw(case, "cuda")
     truth, plain = outcome(reference, case, inputs, torch.float64), outcome(eager, case, inputs)

@@ -65,9 +65,7 @@ def native_block(x_SBD: torch.Tensor, weights: dict[str, torch.Tensor], width: i
         return F.rms_norm(x, (x.shape[-1],), weights[name], 1e-5)
 
     y = norm(x_SBD, "qkv.layer_norm_weight")
-    heads = (
-        F.linear(y, weights[f"qkv.{part}_weight"]).unflatten(-1, (-1, width)) for part in ("query", "key", "value")
-    )
+    heads = (F.linear(y, weights[f"qkv.{part}_weight"]).unflatten(-1, (-1, width)) for part in ("query", "key", "value"))
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in heads)
     o_SBHK = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
     x_SBD = x_SBD + F.linear(o_SBHK.flatten(2), weights["output.weight"])
@@ -275,11 +273,7 @@ def loss_of(wrapped: Any) -> torch.Tensor:
     tokens = torch.randint(0, 256, (2, 129), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
     positions = torch.arange(128, device="cuda").expand(2, -1)
     labels = tokens[:, 1:]
-    return (
-        wrapped(tokens[:, :-1], positions, None, labels=labels, loss_mask=torch.ones_like(labels).float())
-        .float()
-        .mean()
-    )
+    return wrapped(tokens[:, :-1], positions, None, labels=labels, loss_mask=torch.ones_like(labels).float()).float().mean()
 
 
 @pytest.fixture
@@ -319,9 +313,7 @@ def test_a_model_with_fp8_scopes(tiny: Callable[..., Any]) -> None:
     before = quantized.count()
     loss = loss_of(wrapped)
     loss.backward()
-    in_fp8 = {
-        name for name, m in wrapped.module.named_modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8
-    }
+    in_fp8 = {name for name, m in wrapped.module.named_modules() if isinstance(m, TransformerEngineBaseModule) and m.fp8}
     letters = MIXED["pattern"]
     assert {name.split(".")[2] for name in in_fp8} == {
         str(index) for index, letter in enumerate(letters) if letter in "AE" and 0 < index < len(letters) - 1
@@ -358,9 +350,7 @@ def test_the_norm_inside_of_the_feed_forward_of_mtp(tiny: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("keys", [{}, {"fp8": {"recipe": "current", "mtp": True}}], ids=["bf16", "projection in FP8"])
-def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(
-    tiny: Callable[..., Any], keys: dict[str, Any]
-) -> None:
+def test_the_first_micro_batch_has_the_gradients_of_every_depth_of_mtp(tiny: Callable[..., Any], keys: dict[str, Any]) -> None:
     """Transformer Engine writes a gradient over main_grad where Megatron marks a call as the first."""
     wrapped = tiny(mtp_depth=2, fused=True, **keys)
     parameters = dict(wrapped.module.mtp.named_parameters())

@@ -14,9 +14,7 @@ from megacpp_mcore.util import console
 from tests.errors import raises
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "whose"), [(0, 1, ""), (0, 3, " of rank 0"), (1, 3, None), (2, 3, " of rank 2")]
-)
+@pytest.mark.parametrize(("rank", "size", "whose"), [(0, 1, ""), (0, 3, " of rank 0"), (1, 3, None), (2, 3, " of rank 2")])
 def test_the_files_of_the_first_and_the_last_rank_are_named(
     rank: int,
     size: int,
@@ -57,9 +55,7 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
             print("Megatron's line")
             warnings.warn("deprecated", stacklevel=1)
             theirs = "/site/megatron/training/utils/common_utils.py"
-            for line, text in enumerate(
-                ("Disabling --async-save.", "Overriding default arguments for tokenizer_type:A")
-            ):
+            for line, text in enumerate(("Disabling --async-save.", "Overriding default arguments for tokenizer_type:A")):
                 warnings.warn_explicit(text, UserWarning, theirs, line)
             warnings.warn_explicit("a function is deprecated", FutureWarning, theirs, 3)
             monkeypatch.setenv("RANK", "1")

@@ -49,9 +49,7 @@ def holder(lock: Path) -> Iterator[tuple[Any, Any]]:
     process.join()
 
 
-def test_a_dead_processs_lock_is_taken_away(
-    lock: Path, holder: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_processs_lock_is_taken_away(lock: Path, holder: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     process, _ = holder
     process.kill()
     process.join()

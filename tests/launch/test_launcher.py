@@ -49,9 +49,7 @@ TO_TRAIN = ["--mock-data", "--train-iters", "1", "--lr", "1", "--eval-interval",
 CPU_ARGUMENTS = [*(word for words in cpu.lane.REQUIRED_ARGUMENTS for word in words), *TO_TRAIN]
 
 
-def script_in(
-    folder: Path, code: str = "raise AssertionError('must not run')\n", name: str = "pretrain_gpt.py"
-) -> Path:
+def script_in(folder: Path, code: str = "raise AssertionError('must not run')\n", name: str = "pretrain_gpt.py") -> Path:
     script = folder / name
     script.write_text(code)
     return script
@@ -132,9 +130,7 @@ def test_sources_are_compared_before_megatron_is_imported(tmp_path: Path) -> Non
     launch_plan.check_sources(plan(*own))
     target = tree / "megatron/training/models/gpt.py"  # of mtp-shared-block, which NAM56R needs
     edit(target, target.read_bytes().replace(b"def mtp_block_spec(", b"def mtp_block_spec(  # an edit\n"))
-    with raises(
-        LaunchError, tree, "megatron-core 0.", "mtp_block_spec", "compat --checkout", code="sources"
-    ) as refused:
+    with raises(LaunchError, tree, "megatron-core 0.", "mtp_block_spec", "compat --checkout", code="sources") as refused:
         launcher.launch(own, device="cpu")
     assert "--patch" not in str(refused.value)
     with raises(LaunchError, "leave out --patch mtp-shared-block", code="sources"):
@@ -224,9 +220,7 @@ def test_cpu_arguments_are_all_named_at_once() -> None:
 def test_what_stock_would_miss_in_a_traceback_is_named_at_once(name: str, tmp_path: Path) -> None:
     script, bare = str(script_in(tmp_path, name=name)), CPU_ARGUMENTS[: -len(TO_TRAIN)]
     for first in ([], [script]):
-        with raises(
-            LaunchError, "--data-path PREFIX", "--mock-data", "--train-iters N", "--lr RATE", "--eval-interval N"
-        ):
+        with raises(LaunchError, "--data-path PREFIX", "--mock-data", "--train-iters N", "--lr RATE", "--eval-interval N"):
             plan(*first, *bare)
         with raises(LaunchError, "without --data-path PREFIX, or --mock-data:"):
             plan(*first, *bare, *TO_TRAIN[1:], "--data-path")
@@ -262,9 +256,7 @@ def test_what_stock_would_miss_in_a_traceback_is_named_at_once(name: str, tmp_pa
         ({"OMPI_COMM_WORLD_SIZE": "4", "RANK": "0"}, "", "OMPI_COMM_WORLD_SIZE=4"),
     ],
 )
-def test_an_environment_of_a_job_that_is_not_whole_is_refused(
-    environment: dict[str, str], code: str, value: str
-) -> None:
+def test_an_environment_of_a_job_that_is_not_whole_is_refused(environment: dict[str, str], code: str, value: str) -> None:
     with raises(LaunchError, value, code=code):
         plan(environment=environment)
 
@@ -488,9 +480,7 @@ def test_patches_and_process_group_of_a_run_end_with_it(tmp_path: Path) -> None:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Those of signals are put back, which torchrun's agent leaves its own of in this process."""
-    before = {
-        number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-    }
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

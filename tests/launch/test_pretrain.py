@@ -114,9 +114,7 @@ def test_wheel_trains_as_the_checkout_script_does_in_parallel(train: Train, mega
 def test_wheel_fills_in_the_middle_as_the_checkout_script_does(
     train: Train, fim_folder: Path, tmp_path: Path, megatron_lm: Path
 ) -> None:
-    pytest.importorskip(
-        "transformers", reason="transformers, which Megatron's HuggingFaceTokenizer needs, is not installed"
-    )
+    pytest.importorskip("transformers", reason="transformers, which Megatron's HuggingFaceTokenizer needs, is not installed")
     (tmp_path / "text.md").write_text("".join(f"sentence {number} of the text. " for number in range(400)))
     prepare([str(tmp_path / "text.md")], str(tmp_path / "set"), tokenizer=str(fim_folder))
     data = ["--data-path", str(tmp_path / "set"), "--split", "100,0,0", "--eval-iters", "0"]

@@ -258,9 +258,7 @@ def test_a_lost_connection_names_rank_and_host(said: Exception, peers: str, monk
 
 def test_a_slow_rank_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo says the same of one that has gone without a word."""
-    said = RuntimeError(
-        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 90000ms for recv operation to complete"
-    )
+    said = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 90000ms for recv operation to complete")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(ranks, "hosts", ["first", "second"])
     with (

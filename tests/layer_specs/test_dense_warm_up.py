@@ -55,9 +55,7 @@ def of_the_indexer(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {name: gradient for name, gradient in gradients.items() if ".indexer." in name}
 
 
-def test_it_trains_as_with_every_key_selected_until_it_ends(
-    make: Callable[..., Any], after: Callable[[int], None]
-) -> None:
+def test_it_trains_as_with_every_key_selected_until_it_ends(make: Callable[..., Any], after: Callable[[int], None]) -> None:
     """The trunk, and the indexer by the attention of its own layer over every key."""
     after(1)
     losses, gradients = trained(make(**WARMING))

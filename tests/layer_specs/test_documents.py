@@ -116,8 +116,7 @@ def test_full_recompute_without_a_loss_of_the_indexer_changes_nothing(make: Call
     """With one, and windows: test_long.py."""
     tokens = draw_tokens()
     truth, recomputed = (
-        gradients(model, losses(model, tokens, **packed(tokens)).sum())
-        for model in (plain, make(0, *stock.full_recompute()))
+        gradients(model, losses(model, tokens, **packed(tokens)).sum()) for model in (plain, make(0, *stock.full_recompute()))
     )
     assert differing_tensors(truth, recomputed, 1e-4) == []
 
@@ -176,9 +175,7 @@ def test_a_mask_with_documents_of_a_run_that_has_none_is_refused(unread: Any) ->
                 losses(unread, tokens, **masked(tokens))
 
 
-def test_more_documents_than_the_run_allows_are_an_error_of_the_data(
-    plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_documents_than_the_run_allows_are_an_error_of_the_data(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, config = draw_tokens(), plain.decoder.layers[0].config
     monkeypatch.setattr(config, "max_documents", 3, raising=False)
     with raises(DataError, "4 documents", f"{S} tokens", "at most 3", "max_documents: 4"):

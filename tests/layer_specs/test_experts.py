@@ -46,9 +46,7 @@ class Outcome:
     tokens_per_expert: torch.Tensor
 
 
-def outcome(
-    folder: Path, backends: Mapping[str, str], *words: str, is_packed: bool = False, **settings: Any
-) -> Outcome:
+def outcome(folder: Path, backends: Mapping[str, str], *words: str, is_packed: bool = False, **settings: Any) -> Outcome:
     """Losses of the same model, its gradients, and the matrices of each layer's experts as one tensor."""
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), folder, *words, backends=backends, **settings).train()
     stock.loss_scale(1.0)

@@ -116,9 +116,7 @@ def test_what_stock_alone_can_do_is_refused_by_name(
         build(config)
 
 
-@pytest.mark.parametrize(
-    "shapes", [((3, 16), (32, 24), (16, 32)), ((3, 16), (32, 16), (32, 16)), ((3, 16), (32,), (32,))]
-)
+@pytest.mark.parametrize("shapes", [((3, 16), (32, 24), (16, 32)), ((3, 16), (32, 16), (32, 16)), ((3, 16), (32,), (32,))])
 def test_widths_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
     with raises(ModelError, str(shapes[1]), "[F, D]"):
         feed_forward(*(torch.zeros(shape) for shape in shapes))

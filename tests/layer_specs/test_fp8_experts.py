@@ -149,9 +149,7 @@ def test_every_experts_rows_are_padded_and_come_back_as_they_were(layer: Callabl
 
 
 @pytest.mark.parametrize(("number", "in_fp8"), [(1, False), (2, True), (11, True), (12, False)])
-def test_first_and_last_layer_stay_in_bf16_whatever_their_name(
-    layer: Callable[..., Any], number: int, in_fp8: bool
-) -> None:
+def test_first_and_last_layer_stay_in_bf16_whatever_their_name(layer: Callable[..., Any], number: int, in_fp8: bool) -> None:
     experts = layer(number).mlp.experts
     assert experts.layer_number == number
     for linear in (experts.linear_fc1, experts.linear_fc2):

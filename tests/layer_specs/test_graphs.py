@@ -45,9 +45,7 @@ def run(**changes: Any) -> Any:
     return SimpleNamespace(**{**flags, **settings, "recompute_granularity": None, "recompute_modules": None, **changes})
 
 
-def plan(
-    model: Model, recompute: Recompute | None = None, experts: str = OWN_EXPERTS, **changes: Any
-) -> graphs.GraphPlan:
+def plan(model: Model, recompute: Recompute | None = None, experts: str = OWN_EXPERTS, **changes: Any) -> graphs.GraphPlan:
     dispatcher: Any = None
     settings: Any = SimpleNamespace(recompute=recompute or Recompute())
     with mock.patch.object(graphs, "choose_experts", return_value=SimpleNamespace(observed=experts)):

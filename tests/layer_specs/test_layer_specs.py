@@ -415,9 +415,7 @@ def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["mla_up_proj", "core_attn", "every layer"])
-def test_recompute_of_a_block_that_mtp_runs_twice(
-    make: Callable[..., Any], kept: Callable[[int], InFlight], name: str
-) -> None:
+def test_recompute_of_a_block_that_mtp_runs_twice(make: Callable[..., Any], kept: Callable[[int], InFlight], name: str) -> None:
     """The gradients of the two depths are then added up in another order; by default: tests/e2e/test_hybrid_model.py."""
     actual, expected = in_flight(make(*RECOMPUTE[name]), draw_tokens(B, S)), kept(2)
     assert same(actual.losses, expected.losses)
@@ -494,9 +492,7 @@ def test_fp32_parameters_keep_dtype_and_bits_under_a_cast(model: Any) -> None:
                 assert not torch.equal(after[name], after[name].bfloat16().float())
 
 
-def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
-    process: Path, built: Any, tokens: torch.Tensor
-) -> None:
+def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(process: Path, built: Any, tokens: torch.Tensor) -> None:
     """Those of other parameters before they are rounded, too."""
     low = stock.build(WIDE, preset("nam56r_tiny"), process, precision="bf16")
     wrapped = Float16Module(low.config, low)
@@ -513,9 +509,7 @@ def test_a_bf16_run_keeps_them_in_fp32_and_draws_the_same_values(
     # A token that another expert or another key goes to is off by more than bf16 rounds; few are.
     assert (losses - truth).square().mean().sqrt() < 5e-3 * truth.square().mean().sqrt()
     losses.mean().backward()
-    assert all(
-        parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters()
-    )
+    assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())
 
 
 def test_initial_values(built: Any) -> None:
@@ -544,9 +538,7 @@ def test_every_matrix_is_drawn_by_fan_in(built: Any) -> None:
         if any(part in name for part in NOT_DRAWN_BY_FAN_IN):
             continue
         writes = ("linear_proj", "out_proj", "linear_fc2", "experts.weight2")
-        seen |= {
-            part for part in (*writes, "in_proj", "router", "output_layer", "eh_proj", "linear_wq_b") if part in name
-        }
+        seen |= {part for part in (*writes, "in_proj", "router", "output_layer", "eh_proj", "linear_wq_b") if part in name}
         gain = 1 / math.sqrt(2 * 12) if any(part in name for part in writes) else 0.5 if "output_layer" in name else 1.0
         drawn = weight[weight.any(-1)]  # not the rows that fill up
         expected = gain / math.sqrt(weight.shape[-1])
@@ -662,9 +654,7 @@ def test_families_start_alike_at_full_width(process: Path) -> None:
     hidden, branches = table[text].unsqueeze(1), {}
     with torch.no_grad():
         for number in (1, 2, 3, 12):
-            layer = build_module(
-                specs[number - 1], config=config.transformer, layer_number=number, pg_collection=groups
-            )
+            layer = build_module(specs[number - 1], config=config.transformer, layer_number=number, pg_collection=groups)
             out = layer(hidden_states=hidden, attention_mask=None)[0]
             letter = quarter.layers[number - 1]
             branches[letter] = rms(out - hidden)
@@ -692,9 +682,7 @@ def rms(values: torch.Tensor) -> float:
 def test_what_stock_has_in_transformer_engine_alone_is_refused(
     monkeypatch: pytest.MonkeyPatch, field: str, setting: Any, value: str
 ) -> None:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, transformer_impl="transformer_engine"
-    )
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, transformer_impl="transformer_engine")
     monkeypatch.setenv(probes.DISABLE_TE, "1")
     assert parts_for(config).norm is TorchNorm
     assert config.transformer_impl == "transformer_engine"
@@ -709,15 +697,11 @@ def test_what_stock_has_in_transformer_engine_alone_is_refused(
 @pytest.mark.parametrize(
     ("reset", "packs", "packed"), [(False, False, False), (True, False, True), (False, True, True), (None, None, None)]
 )
-def test_rows_are_packed_where_the_arguments_say_so(
-    reset: bool | None, packs: bool | None, packed: bool | None
-) -> None:
+def test_rows_are_packed_where_the_arguments_say_so(reset: bool | None, packs: bool | None, packed: bool | None) -> None:
     """Whatever mask Megatron makes; without arguments nothing is known."""
     arguments = SimpleNamespace(
         reset_attention_mask=reset, dataloader_inter_document_masking=packs, create_attention_mask_in_dataloader=True
     )
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", None if reset is None else arguments):
-        needs = backend_needs(
-            SimpleNamespace(params_dtype=torch.bfloat16, deterministic_mode=False, cuda_graph_impl="none")
-        )
+        needs = backend_needs(SimpleNamespace(params_dtype=torch.bfloat16, deterministic_mode=False, cuda_graph_impl="none"))
     assert needs["packed"] is packed

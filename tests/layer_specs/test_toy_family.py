@@ -58,9 +58,7 @@ def test_it_trains_on_the_cpu_lane(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     forward = 2 * 2 * preset("nam56r_tiny").hidden_size ** 2  # MFLOP a token, of two layers
-    assert re.search(
-        rf"^integrator +{forward / 1e6:.2f} +{forward / 5e5:.2f} +{forward / 1e6:.2f} ", done.stdout, re.MULTILINE
-    )
+    assert re.search(rf"^integrator +{forward / 1e6:.2f} +{forward / 5e5:.2f} +{forward / 1e6:.2f} ", done.stdout, re.MULTILINE)
     assert "| toy channels | none |" in done.stdout
     assert "| T | an integrator that forgets | Lapicque, arXiv 1907.00000 |" in done.stdout
     receipt = json.loads((tmp_path / "observed" / "receipt.json").read_text())

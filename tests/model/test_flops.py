@@ -141,9 +141,7 @@ def test_training_of_the_real_model(measured: dict[str, dict[str, Counter[str]]]
         tokens, 0, 0, hidden=SMALL.hidden_size, q_lora_rank=SMALL.mla.q_lora_rank,
         heads=dsa.indexer_heads, head_dim=dsa.indexer_head_dim,
     )  # fmt: skip
-    absorbed = flops.product(
-        tokens * SMALL.mla.kv_lora_rank * SMALL.heads * (SMALL.mla.qk_head_dim + SMALL.mla.v_head_dim)
-    )
+    absorbed = flops.product(tokens * SMALL.mla.kv_lora_rank * SMALL.heads * (SMALL.mla.qk_head_dim + SMALL.mla.v_head_dim))
     expected = sum(work.training for work in linear) + projections.training
     expected -= 2 * absorbed.training  # in two DSA layers
     expected += 4 * padding().training  # in three M layers and one R layer
@@ -204,9 +202,7 @@ def test_what_fp8_scopes_contain_is_what_their_linear_layers_compute(
     assert reduce(add, parts.values()) == step.families
     by_letter = Counter[str]()
     for name in measured["forward"]:
-        match = re.fullmatch(
-            r"GPTModel\.decoder\.layers\.(\d+)\.(self_attention\.(linear|out)_proj|mlp\.shared_experts)", name
-        )
+        match = re.fullmatch(r"GPTModel\.decoder\.layers\.(\d+)\.(self_attention\.(linear|out)_proj|mlp\.shared_experts)", name)
         if match and (number := int(match[1]) + 1) in scoped:
             by_letter[SMALL.layers[number - 1]] += total(measured, name)
     fp8 = parts["fp8"]
@@ -236,9 +232,7 @@ def test_wide_inputs_of_mamba_in_fp8_are_their_rows_of_the_projection() -> None:
     assert by_precision(SMALL, recomputing, PLANS["bf16"], projected=numbers)["fp8"].total == Work(per_row * wide)
 
 
-@pytest.mark.parametrize(
-    ("name", "inner"), [("dense_ffn", SMALL.ffn_hidden_size), ("mtp_projection", SMALL.hidden_size)]
-)
+@pytest.mark.parametrize(("name", "inner"), [("dense_ffn", SMALL.ffn_hidden_size), ("mtp_projection", SMALL.hidden_size)])
 def test_products_of_mtp_in_fp8_are_those_of_two_matrices_at_every_depth(name: str, inner: int) -> None:
     step = flops.step(SMALL, BATCH)
     split = by_precision(SMALL, step, PLANS["bf16"], predicted=[name])

@@ -117,9 +117,7 @@ def test_full_recompute_is_the_forward_pass_but_for_the_heads() -> None:
 
 def test_an_indexer_that_is_not_trained_repeats_nothing() -> None:
     model = with_overrides(SMALL, {"dsa": {"loss_coeff": 0.0}})
-    again = recomputed(
-        model, flops.step(model, BATCH), Recomputation(granularity="full", method="uniform", num_layers=1)
-    )
+    again = recomputed(model, flops.step(model, BATCH), Recomputation(granularity="full", method="uniform", num_layers=1))
     assert again.families.indexer == Work()
 
 

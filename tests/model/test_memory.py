@@ -177,9 +177,7 @@ def test_one_h100_is_refused_for_nam56r(gpu: Any) -> None:
     gpu("NVIDIA H200", H200)
     policy.check_memory(run)
     gpu("NVIDIA H100 80GB HBM3", H100)
-    with raises(
-        LaunchError, "nam56r", "81.0 GB", "85.0 GB", "1/16", "2 GPUs", "54.0 GB", "47.2 GB", "49.1 GB"
-    ) as refused:
+    with raises(LaunchError, "nam56r", "81.0 GB", "85.0 GB", "1/16", "2 GPUs", "54.0 GB", "47.2 GB", "49.1 GB") as refused:
         policy.check_memory(run)
     (words,) = re.findall(r"the same number with (.*) \(54\.0 GB each\)", str(refused.value))
     policy.check_memory(run_of(preset("nam56r"), Layout(), 1, *words.split()))
@@ -284,9 +282,7 @@ def test_a_pipeline_holds_more_of_longer_groups_of_micro_batches() -> None:
         ("RTX 4090", 25 * 10**9, 4, Layout(tensor=4, expert=4, sequence_parallel=True)),
     ],
 )
-def test_the_fewest_of_other_gpus_that_hold_the_states(
-    gpu: Any, card: str, size: int, processes: int, layout: Layout
-) -> None:
+def test_the_fewest_of_other_gpus_that_hold_the_states(gpu: Any, card: str, size: int, processes: int, layout: Layout) -> None:
     """As on the page of other GPUs; one is refused, with the figures of both."""
     gpu(card, size)
     with raises(LaunchError, "81.0 GB", card):

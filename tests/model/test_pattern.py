@@ -137,9 +137,7 @@ def test_promotion_for_pipeline_layouts(
         check_chunks("nam56r", roles, chunks)
     adopted = attention_roles(parse(NAM56R).layers(52), schedule)
     check_chunks("nam56r", adopted, chunks)
-    assert all(
-        any(full in chunk and shared in chunk for chunk in chunks) for shared, full in source_layers(adopted).items()
-    )
+    assert all(any(full in chunk and shared in chunk for chunk in chunks) for shared, full in source_layers(adopted).items())
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 60))

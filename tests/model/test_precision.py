@@ -140,9 +140,7 @@ EXPERTS, BLOCKS = ("matchers", "experts"), ("configs", "fp8_blockwise", "trainin
         (("matchers",), {"shared": _content()["matchers"]["experts"] | {"pattern": "*.shared_experts.*"}}),
     ],
 )
-def test_a_file_that_says_something_else(
-    process: Path, tmp_path: Path, place: tuple[str, ...], change: dict[str, Any]
-) -> None:
+def test_a_file_that_says_something_else(process: Path, tmp_path: Path, place: tuple[str, ...], change: dict[str, Any]) -> None:
     content, file = _content(), tmp_path / "other.yaml"
     section = reduce(getitem, place, content)
     section |= change

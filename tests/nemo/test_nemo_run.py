@@ -68,9 +68,7 @@ def environment(site: Path, tmp_path: Path) -> dict[str, str]:
     return os.environ | own | {"OMP_NUM_THREADS": "1"}
 
 
-def run(
-    *command: str | Path, environment: dict[str, str], folder: Path, status: int = 0
-) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, environment: dict[str, str], folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
     done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == status, (done.stdout + done.stderr)[-4000:]
@@ -111,9 +109,7 @@ REFUSED: list[tuple[list[Any], str]] = [
 ]
 
 
-def test_what_is_submitted_and_what_is_refused(
-    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_what_is_submitted_and_what_is_refused(nemo_run_python: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """All of it in one process, which imports neither torch nor Megatron and leaves nothing behind."""
     python = program(tmp_path, "python", JOB)
     names = {"PYTHON": str(python), "NEMO": str(nemo_run_python)}
@@ -139,9 +135,7 @@ def test_what_is_submitted_and_what_is_refused(
     assert not (tmp_path / "home" / "experiments").exists()
 
 
-def test_the_command_prints_and_submits_nothing(
-    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_command_prints_and_submits_nothing(nemo_run_python: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """--dryrun prints the job's command without prompting."""
     python = program(tmp_path, "python", JOB)
     command = [nemo(nemo_run_python), "megacpp", "pretrain", f"python={python}", "--dryrun"]
@@ -170,9 +164,7 @@ def test_a_job_gets_its_words_and_its_failure_is_the_commands(
     assert f"job {TINY} ended as FAILED; its log is under {tmp_path / 'home'}" in done.stderr
 
 
-def test_the_slurm_example_submits_what_it_prints(
-    nemo_run_python: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_slurm_example_submits_what_it_prints(nemo_run_python: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """The batch script, as it is printed and as it is submitted; run by stand-ins of Slurm, it starts torchrun."""
     python = program(tmp_path, "python", JOB)
     for name, text in SLURM.items():

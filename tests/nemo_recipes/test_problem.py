@@ -160,9 +160,7 @@ def test_a_recipe_as_it_is_needs_its_own_number(monkeypatch: pytest.MonkeyPatch)
     run.check_processes(eight, Layout(expert=4))
 
 
-@pytest.mark.parametrize(
-    "override", ["train.train_iters", "+train.new=1", "train.train_iters=abc", "train.train_iters=0"]
-)
+@pytest.mark.parametrize("override", ["train.train_iters", "+train.new=1", "train.train_iters=abc", "train.train_iters=0"])
 def test_an_override_that_no_configuration_takes_is_refused_without_bridge(override: str) -> None:
     """Importing Bridge takes a minute."""
     with pytest.raises(LaunchError, match=r"KEY=VALUE|1 or more"):

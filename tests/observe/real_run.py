@@ -90,9 +90,7 @@ def add_better_backend() -> None:
     """Register a fast mamba3 backend that cannot run here."""
     own = candidates.own_candidates
     wide = backends.Support(dims={"head_dim": backends.Dim(multiple_of=1024)})
-    kernel = backends.Candidate(
-        name="kernel", op="mamba3", speed=backends.Speed.KERNEL, load=lambda: print, support=wide
-    )
+    kernel = backends.Candidate(name="kernel", op="mamba3", speed=backends.Speed.KERNEL, load=lambda: print, support=wide)
     candidates.own_candidates = lambda: (*own(), kernel)
 
 

@@ -85,9 +85,7 @@ def with_loss(line: dict[str, Any], loss: float = 2.0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def a_step(
-    number: int, *, resumed_at: int = 0, tokens: int | None = None, loss: float = 2.0, skipped: bool = False
-) -> Step:
+def a_step(number: int, *, resumed_at: int = 0, tokens: int | None = None, loss: float = 2.0, skipped: bool = False) -> Step:
     """Return a step as listeners get it; ``tokens`` since step 0."""
     trained = number * TOKENS if tokens is None else tokens
     return Step(number, resumed_at, 0.0, trained, {"lm loss": loss}, 1.0, 1e-3, skipped)

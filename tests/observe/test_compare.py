@@ -197,9 +197,7 @@ def test_a_refusal(first: Changes, second: Changes, refusals: list[str]) -> None
         ),
     ],
 )  # fmt: skip
-def test_what_is_declared_is_said(
-    first: Changes, second: Changes, varies: list[str], declared: list[str], claim: str
-) -> None:
+def test_what_is_declared_is_said(first: Changes, second: Changes, varies: list[str], declared: list[str], claim: str) -> None:
     comparison = compare(receipt(**first), receipt(**second), varies, declared)
     assert comparison.claim == claim
     assert (comparison.varies, comparison.declared) == (varies[0] if varies else None, tuple(declared[:1]))
@@ -232,9 +230,7 @@ def test_one_declared_difference_covers_no_other(second: Changes, varies: str, r
         ([], [], -0.01, "-1 %"),
     ],
 )
-def test_wrong_words_are_the_user_s_error(
-    varies: list[str], declared: list[str], noise: float | None, named: str
-) -> None:
+def test_wrong_words_are_the_user_s_error(varies: list[str], declared: list[str], noise: float | None, named: str) -> None:
     with raises(DataError, named):
         compare(receipt(**MOCK), receipt(), varies, declared, noise)
 
@@ -256,9 +252,7 @@ def test_steps_of_a_wide_spread_tell_less_than_one_run_each() -> None:
 @pytest.mark.parametrize(
     ("noise", "floor", "told"), [(0.03, 0.03, True), (0.12, 0.12, False), (0.0, 2 * math.sqrt(2) * 0.00692, True)]
 )
-def test_noise_that_was_measured_is_the_floor_and_never_less_than_the_spread(
-    noise: float, floor: float, told: bool
-) -> None:
+def test_noise_that_was_measured_is_the_floor_and_never_less_than_the_spread(noise: float, floor: float, told: bool) -> None:
     comparison = compare(receipt(), receipt(**rate(1040.0)), noise=noise)
     assert (comparison.noise_floor, comparison.told_from_noise) == (pytest.approx(floor, rel=1e-3), told)
     assert ("as given" in comparison.step_times) == (noise > 0)

@@ -76,9 +76,7 @@ def _spoil(value: Any, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", exhaustive_but(range(40), *range(12)))
-def test_no_command_ends_in_a_traceback(
-    run: Path, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_ends_in_a_traceback(run: Path, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     rng, copy, receipt = random.Random(seed), tmp_path / "run", tmp_path / "receipt.json"
     shutil.copytree(run, copy)
     damaged = file_of(copy, 1, seed % 2)

@@ -124,9 +124,7 @@ def test_the_recorder_writes_what_is_read_and_shows_the_same_so_far(tmp_path: Pa
 
 def test_the_slowest_rank_is_the_one_the_others_wait_for(tmp_path: Path) -> None:
     for rank, waited in ((0, 0.0), (1, 2.0), (10, 1.0)):
-        write_start(
-            tmp_path, 1, rank, stepped(10, 1, 10 - waited, data=waited), at(10, {}, how="finished"), world_size=11
-        )
+        write_start(tmp_path, 1, rank, stepped(10, 1, 10 - waited, data=waited), at(10, {}, how="finished"), world_size=11)
     write_start(tmp_path, 1, 4, world_size=11)
     ranks = {rank: goodput.of_rank(starts) for rank, starts in events.read(tmp_path).items()}
     assert goodput.slowest_first(ranks) == [1, 10, 0, 4]

@@ -97,9 +97,7 @@ def _facts(flops: dict[str, int] | None, device: str, why: str = "") -> tuple[di
         (FACTS, None, "the work of a step is not known"),
     ],
 )
-def test_mfu_or_its_reason(
-    facts: Any, mfu: float | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mfu_or_its_reason(facts: Any, mfu: float | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(tmp_path, monkeypatch, facts=facts)
     loop.step(1, 1.0)
     loop.step(2, 2.0)

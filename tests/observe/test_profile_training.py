@@ -195,9 +195,7 @@ def test_training_is_the_same_bit_for_bit(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_was(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_a_slowed_family_is_dominant_and_what_our_recompute_repeats_is_where_it_was(plain: Path, tmp_path: Path) -> None:
     settings = "recompute: [a, m, experts, r]\n"
     train(tmp_path / "run", words(), window="1-2", slow="E", settings=settings)
     slowed = table(tmp_path / "run", "1-2")
@@ -221,9 +219,7 @@ def test_what_megatron_recomputes_is_where_it_was_and_a_trace_can_be_had(plain: 
     train(tmp_path / "run", words(*full), window="2-2", settings="observability: {profile_trace: true}\n")
     profile = table(tmp_path / "run", "2-2")
     assert profile["attributed_share"] >= 0.95
-    calls, without = (
-        {name: row["kernels"] for name, row in run["families"].items()} for run in (profile, table(plain))
-    )
+    calls, without = ({name: row["kernels"] for name, row in run["families"].items()} for run in (profile, table(plain)))
     for name in ("A", "M", "E", "R", "MTP"):
         row = profile["families"][name]
         assert row["recompute_ns"] > 0, name

@@ -196,9 +196,7 @@ def fall_back(receipt: dict[str, Any]) -> str:
     return str(evidence)
 
 
-def test_a_run_that_an_error_ends_and_a_fall_back(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_an_error_ends_and_a_fall_back(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start(tmp_path, data, STEPS, fate="error fall-back patched").finish(1)
     receipt = receipts.read(tmp_path)
     assert (receipt["status"], receipt["loss"]["last_step"]) == ("ArithmeticError", 3)
@@ -208,9 +206,7 @@ def test_a_run_that_an_error_ends_and_a_fall_back(
     slower = [row for row in receipt["backends"] if row["slower_than_best"]]
     assert [layer for row in slower for layer in layers(row["layers"])] == list(model().layer_numbers("M"))
     (why,) = {row["reason"] for row in slower}
-    assert why.endswith(
-        f"kernel does not support this call: head_dim {model().mamba3.head_dim} is not a multiple of 1024"
-    )
+    assert why.endswith(f"kernel does not support this call: head_dim {model().mamba3.head_dim} is not a multiple of 1024")
     evidence = fall_back(receipt)
     assert evidence == f"op mamba3 in layers 3, 7, 11 runs on reference, slower than the best for this device: {why}"
     assert {"backends", "disqualifiers"} <= check_self_contained(page.html(tmp_path)).parts()

@@ -137,9 +137,7 @@ def test_a_start_that_has_measured_nothing_has_no_step_times(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "model"), [("SystemExit", False), (FINISHED, True), (None, False), (None, True)])
-def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(
-    run: Path, how: str | None, model: bool
-) -> None:
+def test_starts_that_came_to_no_step_leave_the_receipt_of_the_one_before(run: Path, how: str | None, model: bool) -> None:
     """A mistyped option; a run that was started again at its last step; and one that was killed, or has only just begun."""
     before = receipts.read(run)
     for number, rank in ((3, 0), (3, 1), (4, 0), (4, 1)):
@@ -248,9 +246,7 @@ class Training:
         self.log.close()
 
 
-def test_a_start_is_written_as_it_goes_and_its_receipt_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_is_written_as_it_goes_and_its_receipt_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its facts are written with its first step, in case the process is killed."""
     training = Training(tmp_path, monkeypatch)
     assert (receipts.read(tmp_path)["status"], receipts.read(tmp_path)["memory"]["kind"]) == (RUNNING, None)
@@ -307,9 +303,7 @@ def test_memory_that_cannot_be_read_loses_nothing_else(tmp_path: Path, monkeypat
     assert "memory peaks are from an earlier reading: RuntimeError('CUDA error: an illegal" in note
 
 
-def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_lines_of_other_ranks_are_waited_for_and_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receipts.writer, "PATIENCE_S", 0.2)
     other = write_start(tmp_path, 1, 1, facts(), at(1, {}))
     assert not receipts.writer._has_ended(other)

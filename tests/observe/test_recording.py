@@ -149,9 +149,7 @@ def test_the_user_s_interrupt_is_no_failure_of_a_listener() -> None:
         ("evaluate_and_print_results", Phase.IDLE, Phase.EVALUATION),
     ],
 )
-def test_what_a_function_of_the_loop_is_timed_as(
-    seams: Sequence[loop.Seam], name: str, around: Phase, phase: Phase
-) -> None:
+def test_what_a_function_of_the_loop_is_timed_as(seams: Sequence[loop.Seam], name: str, around: Phase, phase: Phase) -> None:
     clock = Clock()
     clock.become(around)
     seam = next(seam for seam in seams if seam.name == name)

@@ -33,9 +33,7 @@ class Router(torch.nn.Module):
 
     def __init__(self, experts: int = 3, padded: bool = False) -> None:
         super().__init__()
-        self.config = SimpleNamespace(
-            num_moe_experts=experts, moe_pad_expert_input_to_capacity=padded, cuda_graph_impl="none"
-        )
+        self.config = SimpleNamespace(num_moe_experts=experts, moe_pad_expert_input_to_capacity=padded, cuda_graph_impl="none")
         self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, probs: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

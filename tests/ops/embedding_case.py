@@ -12,9 +12,7 @@ from megacpp_mcore.ops.main_grad import MainGrad
 from tests.errors import raises
 
 
-def compared(
-    device: str, *, B: int, S: int, V: int, D: int, dtype: torch.dtype, total: torch.dtype, transposed: bool
-) -> None:
+def compared(device: str, *, B: int, S: int, V: int, D: int, dtype: torch.dtype, total: torch.dtype, transposed: bool) -> None:
     """Fail unless rows are the table's, their gradients are added to what the buffer holds, and bits are equal again."""
     draw = torch.Generator(device).manual_seed(3)
     weight = torch.randn(V, D, device=device, generator=draw).to(dtype).requires_grad_()

@@ -152,6 +152,4 @@ def assert_same(
             assert routing is None or not actual[~routing].count_nonzero(), name
             actual, expected = actual.flatten(), expected.flatten()
             peer = None if peer is None else peer.flatten()
-        assert_parity(
-            actual, expected, rms=rms, max_abs_factor=2 if peer is not None else None, dtype_peer=peer, name=name
-        )
+        assert_parity(actual, expected, rms=rms, max_abs_factor=2 if peer is not None else None, dtype_peer=peer, name=name)

@@ -129,9 +129,7 @@ def draw_target(index_BSN: torch.Tensor) -> torch.Tensor:
     return target.masked_fill(index_BSN < 0, float("nan"))
 
 
-def assert_selected(
-    index_BSN: torch.Tensor, inputs: Tensors, topk: int, seq_idx_BS: torch.Tensor | None = None
-) -> None:
+def assert_selected(index_BSN: torch.Tensor, inputs: Tensors, topk: int, seq_idx_BS: torch.Tensor | None = None) -> None:
     """Fail unless the selection is that of the scores in float64, but for keys whose scores are :data:`NEAR` each other."""
     score_BSS = indexer_scores(*(tensor.double() for tensor in inputs))
     expected_BSN = causal_topk(score_BSS, topk, seq_idx_BS)

@@ -212,9 +212,7 @@ def experts_in_fp8(ranks: int = 1) -> None:
     torch._scaled_grouped_mm = product
     inputs = grouped_mlp_case.draw(case)
     truth = grouped_mlp_case.outcome(experts.routed_mlp, case, inputs, torch.float64)
-    grouped_mlp_case.assert_same(
-        grouped_mlp_case.outcome(grouped_fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"]
-    )
+    grouped_mlp_case.assert_same(grouped_mlp_case.outcome(grouped_fp8.routed_mlp, case, inputs), truth, 2e-6, inputs["routing"])
     rows = grouped_mlp_case.outcome_of_rows(experts.grouped_mlp, case, inputs, torch.float64)
     grouped_mlp_case.assert_same(grouped_mlp_case.outcome_of_rows(grouped_fp8.grouped_mlp, case, inputs), rows, 2e-6)
     assert products == [3] * 8  # of tokens and of rows, four each
@@ -710,9 +708,7 @@ def core_attention(dtype: torch.dtype, rms: float) -> None:
             seq_idx = torch.where(starts[:, :1], 5, 3).int() + starts.cumsum(1).int()  # rows begin with any number
             mla.attend(q, k, v, softmax_scale=0.3, seq_idx=seq_idx, window=1)  # is not what the next call is of
         outputs, again, truth = (
-            outcomes.with_gradients(
-                {"o": op(*own.values(), softmax_scale=0.3, seq_idx=seq_idx, window=window)}, own, [do]
-            )
+            outcomes.with_gradients({"o": op(*own.values(), softmax_scale=0.3, seq_idx=seq_idx, window=window)}, own, [do])
             for op, kind in ((mla.attend, dtype), (mla.attend, dtype), (mla_reference, torch.float64))
             for own in [outcomes.leaves({"q": q, "k": k, "v": v}, kind)]
         )

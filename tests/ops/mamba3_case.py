@@ -82,12 +82,7 @@ def make_tensors(case: Case, seed: int = 0, device: str = "cuda") -> dict[str, t
 
 def inputs(case: Case, u: torch.Tensor) -> dict[str, torch.Tensor]:
     """The parts of the projection ``u``, as the op takes them."""
-    slots = [
-        slot
-        for name, part in zip(NAMES, case.widths, strict=True)
-        for slot in ((name, part), ("", -part % 8))
-        if slot[1]
-    ]
+    slots = [slot for name, part in zip(NAMES, case.widths, strict=True) for slot in ((name, part), ("", -part % 8)) if slot[1]]
     parts = dict(zip((name for name, _ in slots), split(u, [size for _, size in slots]), strict=True))
     parts |= {name: parts[name].unflatten(-1, (case.H, case.P)) for name in "xz"}
     parts |= {name: parts[name].unflatten(-1, (case.G, case.R, case.N)) for name in "bc"}

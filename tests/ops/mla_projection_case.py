@@ -44,9 +44,7 @@ def cases(
     table_SR = rotation_table(angle_SP.repeat(1, 2))
     turned: dict[str, Any] = {"rotation_SR": torch.cat([table_SR, table_SR], -1)[:, :width]}
     up_HXC, side = normal(H, 2 * width, width, scale=width**-0.5), normal(S, B, 3 * width)
-    yield Case(
-        "absorbed queries", "project", {"x_SBHX": normal(S, B, H, 2 * width), "weight_HCK": up_HXC[:, :width]}, turned
-    )
+    yield Case("absorbed queries", "project", {"x_SBHX": normal(S, B, H, 2 * width), "weight_HCK": up_HXC[:, :width]}, turned)
     yield Case("outputs", "project", {"x_SBHX": normal(S, B, H, width), "weight_HCK": up_HXC[:, width:].mT})
     yield Case("queries", "project", {"x_SBHX": normal(S, B, H, 2 * width)}, turned)
     yield Case("the indexer's", "project", {"x_SBHX": normal(S, B, H, width)}, turned | {"interleaved": False})

@@ -23,7 +23,5 @@ def saved_tensors(compute: Callable[[], Any]) -> list[torch.Tensor]:
 
 def saved_bytes(compute: Callable[[], Any]) -> int:
     """The size of what autograd saves while ``compute`` runs; memory that several tensors share counts once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors(compute)
-    }
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved_tensors(compute)}
     return sum(storages.values())

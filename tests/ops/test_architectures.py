@@ -51,9 +51,7 @@ def test_a_gpu_has_launch_options_of_its_own(monkeypatch: pytest.MonkeyPatch, ar
     uncapped, wide = {"maxnreg": None}, {"num_warps": 8}
     own = {"chunk_scan_fwd": uncapped, "chunk_scan_bwd_queries": uncapped, "rotate_bwd": {"num_warps": 2}}
     own |= {"chunk_scan_fwd": uncapped | wide, "chunk_scan_bwd_keys": wide} if state == 128 else {}
-    own = {
-        name: dict(how.items() - tuned[name].items()) for name, how in own.items()
-    }  # newer Tritons have some already
+    own = {name: dict(how.items() - tuned[name].items()) for name, how in own.items()}  # newer Tritons have some already
     assert changed == ({name: how for name, how in own.items() if how} if arch == "sm_100" else {})
 
 

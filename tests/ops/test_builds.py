@@ -60,9 +60,7 @@ def test_a_launch_finds_what_was_built(run: Path, tmp_path: Path, monkeypatch: p
     assert launched(tmp_path, tmp_path / "gone" / builds.FILE) == [True, True, False]  # the record cannot be written
 
 
-def test_a_triton_without_the_method_that_describes_is_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_triton_without_the_method_that_describes_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(triton.JITFunction, "_call_hook")
     with builds.recorded(tmp_path / builds.FILE):
         assert triton.knobs.runtime.jit_post_compile_hook is None
@@ -162,9 +160,7 @@ def test_what_cannot_be_built_is_named(run: Path, tmp_path: Path, capsys: pytest
     with raises(DataError, "of 3.5.0", "--observe"):
         builds.build([json.dumps(first | {"triton": "3.5.0"})], 1)
     with raises(DataError, "of os.system", "megacpp_mcore.*"):
-        builds.build(
-            [json.dumps(first | {"kernel": first["kernel"].replace("megacpp_mcore.ops.adam.adam", "os.system")})], 1
-        )
+        builds.build([json.dumps(first | {"kernel": first["kernel"].replace("megacpp_mcore.ops.adam.adam", "os.system")})], 1)
     for line in ("{}", "[1]", "torn"):
         with raises(DataError, builds.FILE):
             builds.build([line], 1)

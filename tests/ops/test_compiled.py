@@ -99,9 +99,7 @@ def experts_variants() -> Iterator[Variant]:
         for adds in (False, True):
             M, N = widths if flag else reversed(widths)
             made = sig | {"h_tiles": tiles(WEIGHTS["BK"], WEIGHTS["BN" if flag else "BM"])}
-            sizes = (
-                WEIGHTS | {"M": M, "N": N, "TOKENS_LEFT": flag, "ADD": adds} | ({} if gathered else without("token_R"))
-            )
+            sizes = WEIGHTS | {"M": M, "N": N, "TOKENS_LEFT": flag, "ADD": adds} | ({} if gathered else without("token_R"))
             name = f"weights, {widths}, gathered {gathered}, left {flag}, adds {adds}"
             yield name, experts.weight_gradient, made | types(fp32="dw" if adds else ""), sizes
 
@@ -163,18 +161,14 @@ def fp8_variants() -> Iterator[Variant]:
 
 def small_variants() -> Iterator[Variant]:
     """RMSNorm, the router, linear cross-entropy, Adam and the embedding."""
-    sig = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {
-        "eps": "fp32"
-    }
+    sig = types(bf16="x_TD weight_D y_TD dy_TD dresidual_TD dx_TD dweight_D", fp32="scale_T dweight_PD") | {"eps": "fp32"}
     for hidden in (3584, 256, norm_launch.LARGEST):
         row = norm_launch.row(hidden)
         yield f"norm, {hidden}", norm.forward, sig, norm_launch.FORWARD | row
         yield f"norm, backward, {hidden}", norm.backward, sig, norm_launch.BACKWARD | row
         yield f"norm, no residual, {hidden}", norm.backward, sig, norm_launch.BACKWARD | row | without("dresidual_TD")
         yield f"norm, parts, {hidden}", norm.add_parts, sig, norm_launch.ADD_PARTS | {"D": hidden}
-    sig = types(
-        fp32="logits_TE score_TE bias_E probs_TE sums_PBC dprobs_TE dscore_BE dsquared dlogits_TE", i1="routing_TE"
-    )
+    sig = types(fp32="logits_TE score_TE bias_E probs_TE sums_PBC dprobs_TE dscore_BE dsquared dlogits_TE", i1="routing_TE")
     for number, topk in ((16, 4), (4, 2), (256, 8)):
         _, shape = router_launch._launch(8192, number, 2)
         yield f"router, {number}", router.route, sig, shape | {"K": topk}
@@ -459,9 +453,7 @@ def mamba3_variants(kernel: str, plan: Plan) -> Iterator[Variant]:
     elif kernel == "chunk_state_fwd":
         choices = [{"BACKWARD": back} for back in ((False, True) if plan.R == 1 else (False,))]
     elif kernel == "chunk_scan_fwd":
-        choices = [
-            {"RAW": True, "GATED": True} | norm for norm in ({}, NO_NORM)
-        ]  # at rank 1, or where the output is kept
+        choices = [{"RAW": True, "GATED": True} | norm for norm in ({}, NO_NORM)]  # at rank 1, or where the output is kept
         if plan.R > 1:
             choices += [{"RAW": False, "GATED": True, "o_desc": None} | norm for norm in ({}, NO_NORM)]
             choices.append({"RAW": True, "GATED": False, "y_ptr": None, "NORM": False})

@@ -61,8 +61,7 @@ def number(lengths: list[int]) -> torch.Tensor:
 def draw(shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for name, shape in shapes.items()
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()
     }
 
 
@@ -203,9 +202,7 @@ def test_full_mla(lengths: list[int], query_chunk: int | None, fused: bool) -> N
 
 @_PROPERTY
 @given(lengths=LENGTHS, topk=st.integers(1, 12), query_chunk=st.sampled_from([None, 1, 3, 8]))
-def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
-    lengths: list[int], topk: int, query_chunk: int | None
-) -> None:
+def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(lengths: list[int], topk: int, query_chunk: int | None) -> None:
     """The last column is the indexer's loss of each row, which no other document may enter."""
 
     def compute(tokens: Tensors, shared: dict[str, Any], seq_idx: torch.Tensor | None) -> torch.Tensor:
@@ -214,10 +211,7 @@ def test_sparse_mla_with_the_top_k_and_the_loss_of_its_indexer(
         o_SBHV = attend(query, kv, index_BSN, softmax_scale=0.3, value_dim=K, sink=sink, query_chunk=query_chunk)
         torch.autograd.grad(o_SBHV, query, torch.ones_like(o_SBHV), retain_graph=True)
         score_BST = indexer_scores(q, k, w, query_chunk=query_chunk)
-        parts = (
-            t.unflatten(0, (-1, 1))
-            for t in (score_BST.flatten(0, 1), index_BSN.flatten(0, 1), sink.take().flatten(0, 1))
-        )
+        parts = (t.unflatten(0, (-1, 1)) for t in (score_BST.flatten(0, 1), index_BSN.flatten(0, 1), sink.take().flatten(0, 1)))
         each_row = [indexer_loss(*(t[None] for t in row)) for row in zip(*parts, strict=True)]
         losses = torch.stack(each_row).unflatten(0, index_BSN.shape[:2]).unsqueeze(-1)
         return torch.cat((o_SBHV.transpose(0, 1).flatten(2), losses), dim=-1)
@@ -259,9 +253,7 @@ def test_padding_between_sequences_belongs_to_the_one_before(given: list[int] | 
     plain = None if given is None else torch.tensor(given)
     lengths = {"cu_seqlens_q": plain, "cu_seqlens_kv": plain}
     padded = torch.tensor([0, 4, 6, 8])
-    parameters = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths
-    )
+    parameters = PackedSeqParams(qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded.clone(), **lengths)
     assert packed_documents(SimpleNamespace(context_parallel_size=1), parameters, 1, batch=1, rows=9).tolist() == [
         [0, 0, 0, 0, 1, 1, 2, 2, 3]
     ]

@@ -71,8 +71,7 @@ def test_the_lines_of_every_op_run_without_megatron() -> None:
     assert [shape for shape, _ in printed] == shapes
     without = {2: [False] * 3}
     assert [has for _, has in printed] == [
-        without.get(number, []) + [True] * (len(has) - len(without.get(number, [])))
-        for number, (_, has) in enumerate(printed)
+        without.get(number, []) + [True] * (len(has) - len(without.get(number, []))) for number, (_, has) in enumerate(printed)
     ]
 
 
@@ -99,9 +98,7 @@ def test_functions_and_packages_of_one_name() -> None:
 def losses(**options: Any) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Ours and PyTorch's: the loss, and the gradients of hidden states, weight and bias."""
     generator = torch.Generator().manual_seed(2)
-    leaves = [
-        torch.randn(shape, generator=generator).double().requires_grad_() for shape in ((5, 3, 8), (11, 8), (11,))
-    ]
+    leaves = [torch.randn(shape, generator=generator).double().requires_grad_() for shape in ((5, 3, 8), (11, 8), (11,))]
     label = torch.randint(11, (5, 3), generator=generator)
     label[1, :2] = options.get("ignore_index", -100)
     upstream = torch.randn(5, 3, generator=generator).double()
@@ -158,9 +155,7 @@ def test_the_backend_is_chosen_by_the_call(monkeypatch: pytest.MonkeyPatch) -> N
         torch.use_deterministic_algorithms(False)
         ops._chosen.cache_clear()
     common = {"op": "rms_norm", "device": "cpu", "dtype": torch.float32, "packed": False, "hidden": 8}
-    assert requests == [
-        common | {"name": name, "deterministic": on} for name, on in (("auto", False), ("reference", True))
-    ]
+    assert requests == [common | {"name": name, "deterministic": on} for name, on in (("auto", False), ("reference", True))]
     with pytest.raises(BackendError, match="triton"):
         rms_norm(x, torch.ones(8), backend="triton")
 

@@ -214,9 +214,7 @@ def test_gradient_is_that_of_the_loss(query_chunk, coefficient):
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     for name, grad, want in zip("qkw", gradients, torch.autograd.grad(0.7 * expected, inputs), strict=True):
         assert not grad.requires_grad
-        torch.testing.assert_close(
-            grad, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14
-        )
+        torch.testing.assert_close(grad, want, rtol=1e-6 if isinstance(coefficient, torch.Tensor) else 1e-10, atol=1e-14)
         assert grad.abs().sum() > 0, f"the loss does not reach {name}"
     assert torch.equal(gradients[0][7, 0], torch.zeros_like(gradients[0][7, 0]))
     assert torch.equal(gradients[0][5, 1], torch.zeros_like(gradients[0][5, 1]))
@@ -240,9 +238,7 @@ def test_gradient_in_low_precision(dtype):
 
 @pytest.mark.parametrize("query_chunk", [None, 5])
 @pytest.mark.parametrize("lengths", [None, (9, 1, 14)])
-def test_gradients_over_every_key_are_those_of_the_formula(
-    query_chunk: int | None, lengths: tuple[int, ...] | None
-) -> None:
+def test_gradients_over_every_key_are_those_of_the_formula(query_chunk: int | None, lengths: tuple[int, ...] | None) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, w, query, key = (
         torch.randn(shape, generator=generator, dtype=torch.float64)

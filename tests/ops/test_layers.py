@@ -63,10 +63,7 @@ def by_export(state: dict[str, torch.Tensor], mixer: Any, model: Model, letter: 
     prefixes.append(f"model.layers.{LAYERS[letter] - 1}.mixer.")
     if letter != "A":
         rows = state.pop("in_proj.weight")
-        state |= {
-            f"in_proj.weight.{slot.part.name}": rows[slot.start : slot.start + slot.rows]
-            for slot in mixer.in_proj.slots
-        }
+        state |= {f"in_proj.weight.{slot.part.name}": rows[slot.start : slot.start + slot.rows] for slot in mixer.in_proj.slots}
     return {
         tensor.name.removeprefix(prefixes[1]): state[tensor.key.removeprefix(prefixes[0])]
         for tensor in tensors(model)

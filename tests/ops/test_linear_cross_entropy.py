@@ -136,21 +136,15 @@ def test_any_factor_that_the_weights_are_multiplied_by(dtype: torch.dtype) -> No
     loss = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight).loss
     plain = linear_cross_entropy(hidden, weight_VH, label).loss
     for factor in (1e-9, -3.0, 2.0**30, 0.0):
-        gradients, expected = (
-            torch.autograd.grad(y, leaves, weight * factor, retain_graph=True) for y in (loss, plain)
-        )
+        gradients, expected = (torch.autograd.grad(y, leaves, weight * factor, retain_graph=True) for y in (loss, plain))
         for grad, want in zip(gradients, expected, strict=True):
             assert grad.dtype == dtype
             assert_parity(grad, want, rms=1e-6 if dtype == torch.float32 else 1e-2)
     for factor in (float("inf"), float("nan")):
-        assert not any(
-            bool(g.isfinite().any()) for g in torch.autograd.grad(loss, leaves, weight * factor, retain_graph=True)
-        )
+        assert not any(bool(g.isfinite().any()) for g in torch.autograd.grad(loss, leaves, weight * factor, retain_graph=True))
     for scale in (1e-20, 3e19):  # their squares leave float32's range
         large = linear_cross_entropy(hidden, weight_VH, label, token_weight=weight * scale).loss
-        grad, want = (
-            torch.autograd.grad(y, hidden, weight * by, True)[0] for y, by in ((large, scale / 2), (plain, 0.5))
-        )
+        grad, want = (torch.autograd.grad(y, hidden, weight * by, True)[0] for y, by in ((large, scale / 2), (plain, 0.5)))
         assert dtype != torch.float32 or assert_parity(grad / scale, want, rms=1e-5) is None
     none = linear_cross_entropy(hidden, weight_VH, label, token_weight=torch.zeros(13)).loss
     assert not any(bool(gradient.any()) for gradient in torch.autograd.grad(none, leaves, weight))

@@ -66,8 +66,7 @@ def oracle(tensors: Tensors, case: Case) -> np.ndarray:
     lam = 1 / (1 + np.exp(-t["trap"]))
     theta = np.cumsum(delta[..., None] * np.pi * np.tanh(t["angles"])[:, :, None, :], axis=1)
     normed = {
-        name: t[name] / np.sqrt((t[name] ** 2).mean(-1, keepdims=True) + EPS) * t[f"{name}_norm_weight"]
-        for name in ("b", "c")
+        name: t[name] / np.sqrt((t[name] ** 2).mean(-1, keepdims=True) + EPS) * t[f"{name}_norm_weight"] for name in ("b", "c")
     }
     first = np.arange(A) * (1 if s.mimo else 2)
     second = first + (s.N // 2 if s.mimo else 1)
@@ -146,9 +145,7 @@ LONG_RMS_OTHERS = 5e-5
 PEER_NAMES = ("out", "dx", "dz", "db", "dc")
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"), exhaustive_but([("siso", 2345), ("mimo", 2345), ("mimo", 777)], ("mimo", 777))
-)
+@pytest.mark.parametrize(("name", "tokens"), exhaustive_but([("siso", 2345), ("mimo", 2345), ("mimo", 777)], ("mimo", 777)))
 def test_long_odd_sequence(name: str, tokens: int) -> None:
     """Exact in float64; in float32 no worse than twice what token by token loses there."""
     case = replace(LONG[name], S=tokens)

@@ -68,9 +68,7 @@ def test_odd_length_in_low_precision(dtype: torch.dtype, rms: float) -> None:
 
 def test_the_forward_pass_computes_no_target() -> None:
     inputs, sink = draw(CASES["four keys"]), TargetSum()
-    output = attend(
-        inputs["q"][0].requires_grad_(), inputs["kv"], inputs["index"], softmax_scale=1.0, value_dim=4, sink=sink
-    )
+    output = attend(inputs["q"][0].requires_grad_(), inputs["kv"], inputs["index"], softmax_scale=1.0, value_dim=4, sink=sink)
     with raises(ModelError, "0 layers", 1, code="incomplete-sum"):
         sink.take()
     output.sum().backward()

@@ -84,8 +84,7 @@ def train(optimizer: Any) -> bool:
     with stock.patched(PATCH):
         assert optimizer.step()[0]
     return not any(
-        torch.equal(parameter.main_grad, grad)
-        for parameter, grad in zip(optimizer.model.parameters(), before, strict=True)
+        torch.equal(parameter.main_grad, grad) for parameter, grad in zip(optimizer.model.parameters(), before, strict=True)
     )
 
 

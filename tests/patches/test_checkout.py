@@ -222,9 +222,7 @@ def test_folders_that_cannot_be_patched(tree: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace"), (fcntl, "flock")])
-def test_a_folder_that_cannot_be_written_to(
-    lm: Checkout, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to(lm: Checkout, module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -92,9 +92,7 @@ def test_remainders_that_megatron_saved_by_itself_are_refused_by_name(
         checkpointing._load_base_checkpoint(str(tmp_path), args, rank0=False, sharded_state_dict={"its": wanted})
 
 
-def test_a_distributed_checkpoint_is_refused_by_a_run_of_the_format_torch(
-    checkpointing: ModuleType, tmp_path: Path
-) -> None:
+def test_a_distributed_checkpoint_is_refused_by_a_run_of_the_format_torch(checkpointing: ModuleType, tmp_path: Path) -> None:
     folder, args = saved(tmp_path, 6), arguments(use_dist_ckpt=False)
     checkpointing._load_base_checkpoint(str(folder), args, rank0=True)
     with raises(CheckpointError, str(folder), "--ckpt-format", "--auto-detect-ckpt-format", code="other-format"):
@@ -154,9 +152,7 @@ def test_no_code_in_a_checkpoint_is_run(
 ) -> None:
     made = tmp_path / "made by the checkpoint"
     evil = Code(made)
-    folder = saved(
-        tmp_path / "saved", 3, common=evil if where == "common" else None, rng=evil if where == "object" else 7
-    )
+    folder = saved(tmp_path / "saved", 3, common=evil if where == "common" else None, rng=evil if where == "object" else 7)
     if where == "torch":
         shutil.rmtree(folder / "iter_0000003")
         (folder / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
@@ -170,9 +166,7 @@ def test_no_code_in_a_checkpoint_is_run(
         pytest.raises(BaseException) as refused,  # noqa: PT011
     ):
         load(checkpointing, folder, arguments())
-    assert (
-        "posix.mkdir" in str(refused.value) + capsys.readouterr().out
-    )  # of the format torch, Megatron prints the error
+    assert "posix.mkdir" in str(refused.value) + capsys.readouterr().out  # of the format torch, Megatron prints the error
     assert str(folder) in "".join([str(refused.value), *getattr(refused.value, "__notes__", ())])
     assert not made.exists()
 
@@ -290,9 +284,7 @@ def test_before_ranks_are_connected_files_are_not_hashed(
 def test_a_load_that_failed_is_checked_anew(checkpointing: ModuleType, tmp_path: Path) -> None:
     folder = saved(tmp_path / "saved", 3, rng=[7])
     with (
-        mock.patch.object(
-            checkpointing.dist_checkpointing, "load_common_state_dict", side_effect=RuntimeError("failed")
-        ),
+        mock.patch.object(checkpointing.dist_checkpointing, "load_common_state_dict", side_effect=RuntimeError("failed")),
         pytest.raises(RuntimeError, match="failed"),
     ):
         checkpointing._load_base_checkpoint(str(folder), arguments(), rank0=True)

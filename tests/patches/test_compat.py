@@ -301,9 +301,7 @@ def test_a_run_that_does_not_end_well_is_broken(report: Report, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_class", [GPT, HYBRID])
-def test_a_run_has_to_give_the_recorded_figures(
-    model_class: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_to_give_the_recorded_figures(model_class: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.FIGURES["grad norm"]
     monkeypatch.setitem(command.FIGURES, "grad norm", (1.0, command.FIGURES["grad norm"][1], 1.0))
     (tmp_path / "megatron").symlink_to(wheel_root() / "megatron")  # alone: beside it may be older packages than here

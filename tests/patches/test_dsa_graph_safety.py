@@ -173,9 +173,7 @@ def test_packed_positions_are_stocks(process: Path, cu_seqlens: list[int], cp_si
 @pytest.mark.parametrize("cp_size", exhaustive_but([1, 2], 2))
 @pytest.mark.parametrize("interleaved", exhaustive_but([True, False], True))
 @pytest.mark.parametrize("table", exhaustive_but([24, 20], 24))
-def test_packed_rotation_is_stocks(
-    process: Path, cu_seqlens: list[int], cp_size: int, interleaved: bool, table: int
-) -> None:
+def test_packed_rotation_is_stocks(process: Path, cu_seqlens: list[int], cp_size: int, interleaved: bool, table: int) -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     if table == 20 and len(cu_seqlens) == 2:
@@ -208,9 +206,7 @@ def test_a_rotation_is_passed_on_as_it_was_asked_for(monkeypatch: pytest.MonkeyP
         return "stock"
 
     group, seen = SimpleNamespace(size=lambda: 1, rank=lambda: 0), []
-    monkeypatch.setattr(
-        rope_utils, "_apply_rotary_pos_emb_bshd", lambda t, freqs, **rotation: seen.append(rotation) or t
-    )
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", lambda t, freqs, **rotation: seen.append(rotation) or t)
     call = functools.partial(_rotary.make(stocks), torch.ones(4, 1, 8), torch.tensor([0, 4]), torch.ones(4, 1, 1, 8))
     with captured():
         assert call(inverse=True, cp_group=group).shape == (4, 1, 8)

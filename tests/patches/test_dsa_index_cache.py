@@ -92,9 +92,7 @@ def build(config: Any, vp_stage: int | None = None, **ends: bool) -> Any:
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec_for_backend(config, spec, LocalSpecProvider(), vp_stage=vp_stage)
-    model = GPTModel(
-        config, spec, VOCAB, S, position_embedding_type="rope", mtp_block_spec=mtp, vp_stage=vp_stage, **ends
-    )
+    model = GPTModel(config, spec, VOCAB, S, position_embedding_type="rope", mtp_block_spec=mtp, vp_stage=vp_stage, **ends)
     return with_weights_of_their_names(model)
 
 
@@ -163,9 +161,7 @@ class Spy:
             assert all(map(torch.equal, self.first[shared], self.first[full]))
             again = self.again.get(shared, [])
             assert len(again) in (0, len(order))
-            assert all(
-                torch.equal(index, self.first[full][number]) for number, index in zip(order, again, strict=False)
-            )
+            assert all(torch.equal(index, self.first[full][number]) for number, index in zip(order, again, strict=False))
 
     @contextlib.contextmanager
     def watching(self, *models: Any) -> Iterator[Spy]:
@@ -312,9 +308,7 @@ def schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Schedule:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(("how", "masked"), [("periodic", False), ("file", True)])
-def test_two_micro_batches_in_flight(
-    patched: Registry, schedule: Schedule, how: str, recompute: str, masked: bool
-) -> None:
+def test_two_micro_batches_in_flight(patched: Registry, schedule: Schedule, how: str, recompute: str, masked: bool) -> None:
     if how == "file":
         schedule("{schedule: FSSFSF}")
     roles, order = ("FSSFSS", (0, 1)) if how == "periodic" else ("FSSFSF", (1, 0))
@@ -544,14 +538,10 @@ def test_a_model_of_another_depth_begins_a_new_count(patched: Registry) -> None:
     assert logged["indexer loss"].item() == pytest.approx(6.0)
 
 
-def stages(
-    pipeline: int, virtual: int | None = None, ends: tuple[int | None, int | None] = (None, None)
-) -> dict[str, Any]:
+def stages(pipeline: int, virtual: int | None = None, ends: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
     """Fields of a pipeline; ``ends``: layers of its first and of its last stage."""
     cut = {"pipeline_model_parallel_size": pipeline, "virtual_pipeline_model_parallel_size": virtual}
-    return cut | {
-        f"num_layers_in_{which}_pipeline_stage": end for which, end in zip(("first", "last"), ends, strict=True)
-    }
+    return cut | {f"num_layers_in_{which}_pipeline_stage": end for which, end in zip(("first", "last"), ends, strict=True)}
 
 
 NOT_FITTING: list[tuple[str | None, dict[str, Any], list[str]]] = [
@@ -694,9 +684,7 @@ def test_a_configuration_of_what_stock_reads_is_checked_by_stock(process: Path) 
     """It has no ``num_layers``."""
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
 
-    config = SimpleNamespace(
-        experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=1
-    )
+    config = SimpleNamespace(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, dsa_indexer_skip_topk_offset=1)
     with stock.patched(PATCH):
         specs._validate_dsa_index_share_pipeline_split(config, [0, 1, 2, 3])
         with pytest.raises(RuntimeError, match="pipeline split is invalid"):

@@ -54,9 +54,7 @@ def patched(block: int | None = None, double: bool = False) -> Iterator[None]:
         yield
 
 
-def case(
-    S: int, T: int, *, B: int = 2, H: int = 4, A: int = 5, shared_key: bool = True, dtype: Any = torch.float32
-) -> Any:
+def case(S: int, T: int, *, B: int = 2, H: int = 4, A: int = 5, shared_key: bool = True, dtype: Any = torch.float32) -> Any:
     """Inputs of one call; ``shared_key``: one attention key head, expanded as DSAttention does for absorbed MLA."""
     generator = torch.Generator().manual_seed(S * 1000 + T)
 
@@ -64,9 +62,7 @@ def case(
         return torch.randn(shape, generator=generator).to(dtype)
 
     key = draw(T, B, 1, 24).expand(-1, -1, A, -1) if shared_key else draw(T, B, A, 24)
-    return SimpleNamespace(
-        q=draw(S, B, H, 16), k=draw(T, B, 16), weights=draw(S, B, H) / 8, query=draw(S, B, A, 24), key=key
-    )
+    return SimpleNamespace(q=draw(S, B, H, 16), k=draw(T, B, 16), weights=draw(S, B, H) / 8, query=draw(S, B, A, 24), key=key)
 
 
 def selection(kind: str, S: int, T: int, B: int = 2) -> dict[str, torch.Tensor]:

@@ -187,9 +187,7 @@ def test_what_was_missed_is_patched_at_the_next_chance(modules: Modules, monkeyp
     assert states(reg) == {"first": "applied", "second": "applied"}
 
 
-def test_an_import_that_did_not_end_leaves_its_patch_to_the_next(
-    modules: Modules, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_that_did_not_end_leaves_its_patch_to_the_next(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes once all is in place, and Python drops the module."""
     a, b = modules(a=ONE, b=ONE)
     reg, install = hook_of(patch("both", f"{a}:f", f"{b}:f"))

@@ -158,9 +158,7 @@ def test_what_upstream_counts_with_fewer_arguments_it_counts_still(
     assert "has no attribute 'dsa_indexer_topk_freq'); the figure is upstream's" in lines[0]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"multi_latent_attention": False}, {"mtp_num_layers": 2}, {"q_lora_rank": None}]
-)
+@pytest.mark.parametrize("changes", [{}, {"multi_latent_attention": False}, {"mtp_num_layers": 2}, {"q_lora_rank": None}])
 def test_gpt_is_left_to_upstream(upstream: Count, ours: Count, changes: dict[str, Any]) -> None:
     args = gpt(**changes)
     assert ours(args, BATCH) == upstream(args, BATCH) > 0
@@ -175,9 +173,7 @@ def test_gpt_is_left_to_upstream(upstream: Count, ours: Count, changes: dict[str
         ({"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, 6, 1 + 2),
     ],
 )
-def test_gpt_with_sparse_attention(
-    upstream: Count, ours: Count, changes: dict[str, Any], layers: int, indexers: int
-) -> None:
+def test_gpt_with_sparse_attention(upstream: Count, ours: Count, changes: dict[str, Any], layers: int, indexers: int) -> None:
     """Upstream counts it as full attention without an indexer."""
     args = gpt(experimental_attention_variant="dsa", dsa_indexer_topk_freq=4, **changes)
     assert upstream(args, BATCH) == upstream(gpt(**changes), BATCH)
@@ -250,9 +246,7 @@ def packed(ours: Count, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packed]:
         monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
         monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", virtual)
         for row in ROWS * (virtual or 1):
-            training.update_seqlen_stats_from_cu_seqlens(
-                torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32)
-            )
+            training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *itertools.accumulate(row)], dtype=torch.int32))
         tokens, squares = training.consume_seqlen_stats_in_iteration()
         assert (tokens, squares) == (sum(map(sum, ROWS)), sum(length**2 for row in ROWS for length in row))
         return {"total_real_tokens_in_batch": tokens, "seqlen_squared_sum_in_batch": squares}

@@ -46,10 +46,7 @@ def expected(model: Any, optimizer: Any, kind: str) -> dict[str, torch.Tensor]:
 
     inner = [wrapper.optimizer for wrapper in getattr(optimizer, "chained_optimizers", [optimizer])]
     mains = {
-        main.data_ptr(): (main, adam.state[main])
-        for adam in inner
-        for group in adam.param_groups
-        for main in group["params"]
+        main.data_ptr(): (main, adam.state[main]) for adam in inner for group in adam.param_groups for main in group["params"]
     }
     tensors = {}
     for name, parameter in model.named_parameters():

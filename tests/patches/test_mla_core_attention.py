@@ -153,9 +153,7 @@ RUNS: dict[str, tuple[tuple[str, ...], int, Callable[[int], Any]]] = {
 
 @pytest.mark.parametrize("path", ["chunked", "SDPA"])
 @pytest.mark.parametrize("run", RUNS)
-def test_losses_and_all_gradients_are_stocks(
-    patched: None, run: str, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_all_gradients_are_stocks(patched: None, run: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected_line = CHUNKED
     if path == "SDPA":
         monkeypatch.setattr(sdpa, "FUSED", (MATH,))
@@ -218,9 +216,7 @@ def test_stock_runs_what_is_out_of_scope_and_says_so_once(patched: None, extra: 
         assert all(torch.equal(output, outputs[-1]) for output in outputs)
         if "dropout" in reason:
             run(layer.eval(), inputs)
-    assert lines == [f"mla-core-attention: DotProductAttention runs as stock: {reason}"] + [CHUNKED] * (
-        "dropout" in reason
-    )
+    assert lines == [f"mla-core-attention: DotProductAttention runs as stock: {reason}"] + [CHUNKED] * ("dropout" in reason)
 
 
 def test_stock_refuses_what_it_refuses(patched: None) -> None:
@@ -349,9 +345,7 @@ def test_unfused_goes_to_sdpa(engine: Engine, choice: str, why: str, mask_type: 
     assert engine.asked[0] == AttentionParams(
         torch.float32, "sbhd_sbhd_sbhd", S, K, V, mask_type, (-1, 0 if mask_type == "causal" else -1), True, False, B
     )
-    assert lines == [
-        f"mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine {why}"
-    ]
+    assert lines == [f"mla-core-attention: TEDotProductAttention runs sdpa MATH: at widths 12/6 Transformer Engine {why}"]
 
 
 @pytest.mark.parametrize(
@@ -493,9 +487,7 @@ PACKS = {
 }
 
 
-def by_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float
-) -> torch.Tensor:
+def by_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float) -> torch.Tensor:
     """Plain causal attention ``[S, H, V]``, one sequence at a time; the rows behind the last are one more."""
     lengths = [*cu_seqlens.diff().tolist(), len(q) - int(cu_seqlens[-1])]
     outputs = []
@@ -513,9 +505,7 @@ def draw_packed(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("core", ["Transformer Engine", "local"])
 @pytest.mark.parametrize("pack", PACKS)
-def test_packed_sequences_attend_to_themselves(
-    engine: Engine, pack: str, core: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_sequences_attend_to_themselves(engine: Engine, pack: str, core: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, scale = (attention(), K**-0.5) if core == "local" else (te_attention(engine), 0.37)
     if core == "local":
         monkeypatch.setattr(sdpa, "FUSED", ON_A_CPU)
@@ -596,9 +586,7 @@ def test_flash_attention_4_runs_by_the_op_alone(engine: Engine, monkeypatch: pyt
     """The reference stands for its kernels, which no CPU has."""
     monkeypatch.delenv("NVTE_FLASH_ATTN_V4", raising=False)
     monkeypatch.setattr(sdpa, "FUSED", ON_A_CPU)
-    monkeypatch.setattr(
-        mla_core_attention, "_flash4", lambda *sizes: mla_attention if sizes == (K, V, torch.float64) else None
-    )
+    monkeypatch.setattr(mla_core_attention, "_flash4", lambda *sizes: mla_attention if sizes == (K, V, torch.float64) else None)
     layer, inputs, parameters = te_attention(engine), draw_packed(), packed(PACKS["documents"])
     with said() as lines:
         output = run(layer, inputs, packed_seq_params=parameters)

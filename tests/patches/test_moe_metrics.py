@@ -111,9 +111,7 @@ def test_a_stage_without_experts_reduces_as_the_others(process: Path) -> None:
             MoEMetricsTracker().report(
                 loss_scale=1.0, iteration=1, force_initialize=True, track_names=names, num_layers=4, moe_layer_freq=1
             )
-        return [
-            (call.kwargs["group"], call.kwargs.get("op", torch.distributed.ReduceOp.SUM)) for call in reduced.mock_calls
-        ]
+        return [(call.kwargs["group"], call.kwargs.get("op", torch.distributed.ReduceOp.SUM)) for call in reduced.mock_calls]
 
     added, mean = torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG
     stages = (parallel_state.get_pipeline_model_parallel_group(), added)

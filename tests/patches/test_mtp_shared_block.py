@@ -158,9 +158,7 @@ def test_no_call_of_the_block_is_marked_as_the_first_of_a_step(
     ("depths", "fused", "fsdp", "is_refused"),
     [(2, True, True, True), (1, True, True, False), (2, False, True, False), (2, True, False, False)],
 )
-def test_megatron_fsdp_is_refused_where_it_would_lose_a_depth(
-    depths: int, fused: bool, fsdp: bool, is_refused: bool
-) -> None:
+def test_megatron_fsdp_is_refused_where_it_would_lose_a_depth(depths: int, fused: bool, fsdp: bool, is_refused: bool) -> None:
     from megacpp_mcore.layer_specs.mtp import check_gradients
 
     config: Any = SimpleNamespace(mtp_num_layers=depths, gradient_accumulation_fusion=fused)
@@ -170,15 +168,11 @@ def test_megatron_fsdp_is_refused_where_it_would_lose_a_depth(
     check_gradients(config, None)
 
 
-def test_what_would_lose_a_depth_is_refused_where_the_layer_is_built(
-    process: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_lose_a_depth_is_refused_where_the_layer_is_built(process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megacpp_mcore.layer_specs import mtp
 
     seen: list[Any] = []
-    monkeypatch.setattr(
-        mtp, "check_gradients", lambda config, arguments: seen.append((config.mtp_num_layers, arguments))
-    )
+    monkeypatch.setattr(mtp, "check_gradients", lambda config, arguments: seen.append((config.mtp_num_layers, arguments)))
     monkeypatch.setattr(mtp, "global_vars", SimpleNamespace(_GLOBAL_ARGS=(arguments := SimpleNamespace())))
     stock.build(OVERRIDES, preset("nam56r_tiny"), process)
     assert seen == [(OVERRIDES["mtp"]["depth"], arguments)]

@@ -91,17 +91,13 @@ def expected(mode: str, case: str, layer: int) -> str:
         return f"went wrong in {name}: the gradients of "
     if place == "MTP":
         return f"a loss of MTP is not finite; if the main loss is, it began in the forward pass of {name} or"
-    behind = (
-        "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
-    )
+    behind = "the output of every layer is finite: it began behind them, in the final norm, the output layer or the loss"
     others = {"embedding": "the output of the embedding is not finite", "output layer": behind}
     return others.get(place, f"the first layer whose output is not finite is {name}")
 
 
 @pytest.mark.parametrize(("mode", "case"), non_finite.TRIED)
-def test_the_run_stops_before_the_update_and_names_rank_layer_and_family(
-    tried: dict[str, Any], mode: str, case: str
-) -> None:
+def test_the_run_stops_before_the_update_and_names_rank_layer_and_family(tried: dict[str, Any], mode: str, case: str) -> None:
     record = tried[f"{mode}: {case}"]
     assert record["unchanged"]
     assert "no parameter was updated; rank 0: " in record["said"]
@@ -168,9 +164,7 @@ def test_the_stock_script_of_a_checkout(tmp_path: Path, megatron_lm: Path) -> No
 def test_layers_keep_no_activation_alive(process: Path) -> None:
     model = stock.build(OVERRIDES, preset("nam56r_tiny"), process)
     loss = losses_of(model, draw_tokens(2, 32, 1), attention_mask=causal_mask(32)).mean()
-    held = [
-        vars(layer)[non_finite_origin.HELD] for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer)
-    ]
+    held = [vars(layer)[non_finite_origin.HELD] for layer in (*model.decoder.layers, model.mtp.layers[0].mtp_model_layer)]
     assert all(reference() is not None for inputs, outputs in held for reference in (inputs, outputs))
     loss.backward()
     del loss
@@ -245,9 +239,7 @@ def test_a_spike_beside_it_hides_no_value_that_is_not_finite(
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_no_check_waits_where_nothing_runs_the_step_again(
-    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_check_waits_where_nothing_runs_the_step_again(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(non_finite_origin, "DEVICE", "cpu")
     assert non_finite_origin._can_wait(machine_in_a_later_step(), torch.ones(()))
     assert not non_finite_origin._can_wait(machine_in_a_later_step(**change), torch.ones(()))

@@ -212,9 +212,7 @@ def test_another_host_without_them_builds_the_same(
     assert built[0] == built[1]
 
 
-def test_rank_0_builds_datasets_side_by_side(
-    prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_builds_datasets_side_by_side(prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     both, count = threading.Barrier(2), GPTDataset._get_num_tokens_per_epoch
@@ -272,9 +270,7 @@ class Unending(int):
         return other
 
 
-def test_a_split_without_a_token_is_refused_where_stock_counts_epochs_without_end(
-    prefixes: list[str], tmp_path: Path
-) -> None:
+def test_a_split_without_a_token_is_refused_where_stock_counts_epochs_without_end(prefixes: list[str], tmp_path: Path) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
     builder = builder_of(tmp_path, [30, 5, 0], blend=(prefixes[:1], None), split="9998,1,1")

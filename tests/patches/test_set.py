@@ -58,8 +58,7 @@ def go_round(subsets: Sequence[Sequence[str]]) -> None:
 DRAW = random.Random(3)
 SUBSETS = {
     "together": [NAMES],
-    "alone and all but one": [[name] for name in NAMES]
-    + [[other for other in NAMES if other != name] for name in NAMES],
+    "alone and all but one": [[name] for name in NAMES] + [[other for other in NAMES if other != name] for name in NAMES],
     "drawn": [DRAW.sample(NAMES, DRAW.randint(2, len(NAMES) - 2)) for _ in range(131 - 2 * len(NAMES))],
 }
 

@@ -87,9 +87,7 @@ NOT_IMPORTED = (
 )
 
 
-def test_what_cannot_be_imported_ends_the_run(
-    applied: Applied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_imported_ends_the_run(applied: Applied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     applied(spec_import)
     (tmp_path / "broken_spec.py").write_text("import no_such_module_at_all\n")
     (tmp_path / "angry_spec.py").write_text("raise RuntimeError('not today')\n")
@@ -169,9 +167,7 @@ def test_every_rank_has_the_helper_before_it_is_needed(applied: Applied, monkeyp
     reached: list[bool] = []
     monkeypatch.setattr(initialize, "get_args", lambda: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(
-        torch.distributed, "barrier", lambda: reached.append(sys.modules[dataset_helpers.HELPER] is not None)
-    )
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: reached.append(sys.modules[dataset_helpers.HELPER] is not None))
     for patched in (False, True):
         without_helper(monkeypatch)
         if patched:
@@ -393,9 +389,7 @@ def test_counts_are_the_tokens_that_were_routed(process: Path, ours: bool, preci
 
 def test_the_global_loss_divides_by_all_micro_batches(process: Path) -> None:
     with stock.patched(expert_counts.PATCH):
-        router = wrapped_router(
-            False, bf16=True, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.01
-        )
+        router = wrapped_router(False, bf16=True, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.01)
         routed_E = count(router, MICRO_BATCHES)
         assert router.ga_steps == MICRO_BATCHES
         assert router.global_tokens_per_expert.sum() == routed_E.sum()

@@ -69,9 +69,7 @@ def test_a_step_of_cut_parameters_is_that_of_whole_ones(tmp_path: Path) -> None:
         backward(loss)
         gradients = {name.removeprefix("module."): param.grad for name, param in root.named_parameters()}
         assert any(isinstance(grad, DTensor) for grad in gradients.values()) == is_cut
-        outcomes.append(
-            (float(loss), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()})
-        )
+        outcomes.append((float(loss), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}))
     (loss, unsharded), (cut_loss, cut) = outcomes
     assert cut_loss == loss
     torch.testing.assert_close(cut, unsharded, rtol=1e-5, atol=1e-7)

@@ -202,9 +202,7 @@ def test_transformer_engine_loads_torchs_cudnn(monkeypatch: pytest.MonkeyPatch) 
     importlib.import_module("torch")  # which loads its cuDNN
     name, installed = "CUDNN_HOME", importlib.metadata.version
     assert name not in resolve(GPU, environment={}).environment()  # without it
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda of: "2.20" if of == "transformer-engine" else installed(of)
-    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda of: "2.20" if of == "transformer-engine" else installed(of))
     folder = Path(resolve(GPU, environment={}).environment()[name])
     assert any(folder.glob("libcudnn.so*"))
     assert name not in resolve(CPU, environment={}).environment()
@@ -458,6 +456,4 @@ def test_equal_experts_on_all_ranks_are_refused() -> None:
     with pytest.raises(LaunchError, match=r"parallelism 4: .*"):
         resolve(read(*words), environment={})
     resolve(read("--use-cpu-initialization"), environment={})
-    resolve(
-        but(read(*words), device="cpu", transformer_impl="local"), environment={}
-    )  # the lane seeds experts by their number
+    resolve(but(read(*words), device="cpu", transformer_impl="local"), environment={})  # the lane seeds experts by their number

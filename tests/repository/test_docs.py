@@ -115,9 +115,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "page", [page for page in WITH_COMMANDS if page != "your-text.md"]
-)  # tests/bridge/test_your_text.py
+@pytest.mark.parametrize("page", [page for page in WITH_COMMANDS if page != "your-text.md"])  # tests/bridge/test_your_text.py
 def test_the_commands_run(page: str, corpus: Path, tmp_path: Path) -> None:
     """Every launch on the CPU for real; those of a stock script where MEGATRON_LM names a checkout."""
     tools, here, checkout = tmp_path / "tools", tmp_path / "here", os.environ.get("MEGATRON_LM", "")

@@ -13,9 +13,7 @@ from megacpp_mcore.observe.receipts.claims import NOISE, NOISE_IN_GRAPHS
 GENERATED = ("patches.md", "model-card.md")
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in figures.PAGES if path.name not in GENERATED}
 SPEED = re.compile(r"(?<![\d.,])\d[\d,.]* (?:ms|tokens/s)\b")
-PERCENT = re.compile(
-    r"(\d+(?:\.\d+)?)(?: to \d+(?:\.\d+)?)? % (?:faster|slower|more tokens|less time|longer|of a step)"
-)
+PERCENT = re.compile(r"(\d+(?:\.\d+)?)(?: to \d+(?:\.\d+)?)? % (?:faster|slower|more tokens|less time|longer|of a step)")
 
 
 def speeds_outside_of_tables(page: str) -> list[str]:
@@ -30,9 +28,7 @@ def differences_in_noise(page: str) -> list[str]:
         one
         for one in (" ".join(sentence.split()) for sentence in sentences)
         if "noise" not in one
-        and any(
-            float(share) < 100 * (NOISE_IN_GRAPHS if "CUDA graphs" in one else NOISE) for share in PERCENT.findall(one)
-        )
+        and any(float(share) < 100 * (NOISE_IN_GRAPHS if "CUDA graphs" in one else NOISE) for share in PERCENT.findall(one))
     ]
 
 

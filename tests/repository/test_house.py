@@ -23,9 +23,7 @@ def files(*suffixes: str) -> list[Path]:
     """Every file of the tree with one of these suffixes, each once (neither symlinks nor hidden folders are followed)."""
     paths = []
     for folder, inner, names in os.walk(ROOT):
-        inner[:] = [
-            name for name in inner if name not in LEFT_OUT and not name.startswith(".") and "egg-info" not in name
-        ]
+        inner[:] = [name for name in inner if name not in LEFT_OUT and not name.startswith(".") and "egg-info" not in name]
         paths += [Path(folder, name) for name in names if Path(name).suffix in suffixes]
     return [path for path in paths if not path.is_symlink()]
 

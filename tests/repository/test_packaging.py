@@ -275,9 +275,7 @@ def test_another_megatron_is_installed_before_the_packages_of_dev(script: Path) 
 
 
 def test_a_missing_python_is_said_plainly() -> None:
-    done = subprocess.run(
-        ["make", "venv", "BASE_PYTHON=no-such-python"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["make", "venv", "BASE_PYTHON=no-such-python"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "Python 3.12 or later was not found as 'no-such-python'" in done.stderr
 

@@ -130,9 +130,7 @@ def test_a_feature_of_its_own(installed: None, configure: Callable[..., None]) -
         te_imports.feature("atention")
 
 
-def test_the_fused_norm_of_mtp_needs_the_engine(
-    configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fused_norm_of_mtp_needs_the_engine(configure: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps the names of checkpoints: the norm's weight is found where it is, and saved as what it was."""
     with stock.cpu_lane():
         from megatron.core.transformer.identity_op import IdentityOp

@@ -217,9 +217,7 @@ def four_ranks() -> Iterator[dict[str, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    groups = {
-        name: torch.distributed.new_group(ranks) for name, ranks in (("tp", [0, 1]), ("dp", [0, 2]), ("one", [0]))
-    }
+    groups = {name: torch.distributed.new_group(ranks) for name, ranks in (("tp", [0, 1]), ("dp", [0, 2]), ("one", [0]))}
     yield groups | {"world": torch.distributed.group.WORLD}
     torch.distributed.destroy_process_group()
 

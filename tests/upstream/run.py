@@ -143,9 +143,7 @@ def compare(runs: Sequence[Run], arm: Run) -> dict[str, list[str]]:
 
 def write(output: Path, runs: Sequence[Run], facts: dict[str, str]) -> bool:
     """Write one row per run whose comparison with stock is complete; returns whether all ended and none lost a test."""
-    complete = {
-        gpus for gpus in {run.gpus for run in runs} if sum(r.gpus == gpus and r.arm in STOCK for r in runs) == 3
-    }
+    complete = {gpus for gpus in {run.gpus for run in runs} if sum(r.gpus == gpus and r.arm in STOCK for r in runs) == 3}
     clean = True
     with output.open("w", newline="", encoding="utf-8") as file:
         rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -179,9 +177,7 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="stock's three runs always run")
     parser.add_argument("--gpus", nargs="+", type=int, default=[2, 1], help="numbers of GPUs")
     parser.add_argument("--files", nargs="+", default=FILES, help=f"below {TESTS}")
-    parser.add_argument(
-        "--jobs", type=int, default=_most_jobs(), help="arms at a time; more with a larger kernel.pid_max"
-    )
+    parser.add_argument("--jobs", type=int, default=_most_jobs(), help="arms at a time; more with a larger kernel.pid_max")
     parser.add_argument("--timeout", type=float, default=480, help="seconds for one arm")
     parser.add_argument("--work", type=Path, help="a new folder for logs and outcomes; by default in build/")
     parser.add_argument("--output", type=Path, help="the table; by default in that folder")

@@ -114,9 +114,7 @@ def _problem(kind: str, peer: Callable[[Plan, Inputs], Variant] | str, options: 
     work = Work(total.forward - head.forward, total.backward - head.backward)
     stored, rows = sum(weight.nbytes for weight in weights.values()), hidden.nbytes
     works = Floor.pair(work, stored + 2 * rows, 3 * stored + 5 * rows, options.dtype)
-    return Problem(
-        inputs, variants, works, *_truth_and_limits(plan, inputs), shape={"model": model.name, **options.shape}
-    )
+    return Problem(inputs, variants, works, *_truth_and_limits(plan, inputs), shape={"model": model.name, **options.shape})
 
 
 def _truth_and_limits(plan: Plan, inputs: Inputs) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

@@ -133,9 +133,7 @@ def _stock(options: Options, length: int | None, window: int | None) -> list[Var
     ]
 
 
-def _plain(
-    *q_k_v: torch.Tensor, softmax_scale: float, seq_idx: torch.Tensor | None, window: int | None
-) -> torch.Tensor:
+def _plain(*q_k_v: torch.Tensor, softmax_scale: float, seq_idx: torch.Tensor | None, window: int | None) -> torch.Tensor:
     """Attend with every step rounded to the dtype, one head at a time."""
     S = len(q_k_v[0])
     seen_BST = torch.ones(1, S, S, dtype=torch.bool, device=q_k_v[0].device).tril()
@@ -164,9 +162,7 @@ def mla_latents(options: Options) -> Problem:
         "kv_norm_L": 1 + draw.normal(L, scale=0.1),
     }
     needs = {"query_latent_dim": Q, "latent_dim": L, "rope_dim": R}
-    return _projection(
-        "mla_latents", "latents", options, leaves, {"eps": EPS}, product(S * B * D * (Q + L + R)), **needs
-    )
+    return _projection("mla_latents", "latents", options, leaves, {"eps": EPS}, product(S * B * D * (Q + L + R)), **needs)
 
 
 def mla_projection(options: Options) -> Problem:

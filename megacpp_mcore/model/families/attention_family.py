@@ -69,9 +69,7 @@ class YaRN:
                 "the new length over original_max_position_embeddings"
             )
         if not self.beta_slow < self.beta_fast < math.inf:
-            raise ModelError(
-                f"YaRN.beta_fast is {self.beta_fast}; expected more than beta_slow ({self.beta_slow}), and finite"
-            )
+            raise ModelError(f"YaRN.beta_fast is {self.beta_fast}; expected more than beta_slow ({self.beta_slow}), and finite")
 
     def __bool__(self) -> bool:
         return self.rotary_scaling_factor != 1
@@ -173,9 +171,7 @@ def sparse_core(pairs: int, heads: int, mla: MLA) -> Work:
     return product(pairs * heads * (2 * mla.kv_lora_rank + mla.qk_pos_emb_head_dim))
 
 
-def indexer(
-    tokens: int, scored: int, trained: int | None, *, hidden: int, q_lora_rank: int, heads: int, head_dim: int
-) -> Work:
+def indexer(tokens: int, scored: int, trained: int | None, *, hidden: int, q_lora_rank: int, heads: int, head_dim: int) -> Work:
     """Count a DSA indexer: its three projections, the scores of ``scored`` pairs, and their sum over heads.
 
     Its input is detached, so a projection has a gradient only for its weight. Its loss reaches the scores of only ``trained``

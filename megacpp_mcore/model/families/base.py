@@ -69,9 +69,7 @@ class Count:
         return self.tensor + self.expert + self.whole
 
     def __add__(self, other: Count) -> Count:
-        return Count(
-            tensor=self.tensor + other.tensor, expert=self.expert + other.expert, whole=self.whole + other.whole
-        )
+        return Count(tensor=self.tensor + other.tensor, expert=self.expert + other.expert, whole=self.whole + other.whole)
 
 
 @dataclass(frozen=True)

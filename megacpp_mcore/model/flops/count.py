@@ -69,9 +69,7 @@ if TYPE_CHECKING:
     class Families(_Sum):
         """The work of some layers, by :data:`NAMES`."""
 else:
-    Families = dataclasses.make_dataclass(
-        "Families", _FIELDS, bases=(_Sum,), frozen=True, kw_only=True, module=__name__
-    )
+    Families = dataclasses.make_dataclass("Families", _FIELDS, bases=(_Sum,), frozen=True, kw_only=True, module=__name__)
 
 
 @dataclass(frozen=True)

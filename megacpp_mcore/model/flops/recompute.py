@@ -56,9 +56,7 @@ class Recomputation:
             if self.method not in ("uniform", "block"):
                 raise ModelError(f"the method of full recompute is {self.method!r}; expected uniform or block")
             if self.num_layers is None or self.num_layers < 1:
-                raise ModelError(
-                    f"full recompute of {self.num_layers} layers; expected recompute_num_layers of 1 or more"
-                )
+                raise ModelError(f"full recompute of {self.num_layers} layers; expected recompute_num_layers of 1 or more")
         unknown = [name for name in self.modules if name not in MODULES]
         if self.granularity == "selective" and unknown:
             raise ModelError(f"recompute modules {', '.join(unknown)} are not known; known: {', '.join(MODULES)}")
@@ -106,9 +104,7 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
             _repeated_work(model, part, counted.tokens, role, how)
             for part, role in zip(counted.layers, model.roles, strict=True)
         )
-        mtp = tuple(
-            _repeated_work(model, part, counted.tokens, model.mtp.attention, how) + again(part) for part in counted.mtp
-        )
+        mtp = tuple(_repeated_work(model, part, counted.tokens, model.mtp.attention, how) + again(part) for part in counted.mtp)
         return Step(counted.tokens, layers, Families(), mtp)
     repeated = set(range(1, model.depth + 1))
     if how.method == "block":
@@ -123,9 +119,7 @@ def recomputed(model: Model, counted: Step, how: Recomputation, chunks: Sequence
         for number, part in enumerate(counted.layers, start=1)
     )
     depth = _BUT_HEAD if how.method == "uniform" else ()
-    return Step(
-        tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) + again(part) for part in counted.mtp)
-    )
+    return Step(tokens, layers, Families(), tuple(_forward(model, tokens, part, depth) + again(part) for part in counted.mtp))
 
 
 _BUT_HEAD = tuple(name for name in NAMES if name != "head")

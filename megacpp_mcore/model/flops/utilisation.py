@@ -143,9 +143,7 @@ def record(step: Step, again: Step = _NONE) -> dict[str, Any]:
         "recomputed_flops": again.total.training,
         "hardware_flops": total + again.total.training,
         "model_flops_per_token": step.training_per_token,
-        "families": _parts(
-            {name: (getattr(step.families, name), getattr(again.families, name)) for name in NAMES}, total
-        ),
+        "families": _parts({name: (getattr(step.families, name), getattr(again.families, name)) for name in NAMES}, total),
         "mtp_depths": list(_parts(_depths(step, again), total).values()),
     }
 

@@ -168,9 +168,7 @@ def _name_module(stack: contextlib.ExitStack, ranges: Ranges, module: torch.nn.M
     _hook(stack, module, functools.partial(ranges.open, label), functools.partial(ranges.close, label))
 
 
-def _hook(
-    stack: contextlib.ExitStack, module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None]
-) -> None:
+def _hook(stack: contextlib.ExitStack, module: torch.nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
     stack.callback(module.register_forward_pre_hook(lambda *_: before(), prepend=True).remove)
     stack.callback(module.register_forward_hook(lambda *_: after(), always_call=True).remove)
 

@@ -223,9 +223,7 @@ def page(profile: Mapping[str, Any]) -> str:
     words = "nothing was recorded"
     if (dominant := profile["dominant"]) is not None:
         share, owners = profile["families"][dominant]["share"], "the kernels'" if on_device else "the operators'"
-        words = (
-            f"dominant: {dominant}, {share:.1%}; {profile['attributed_share']:.1%} of {owners} time belongs to a family"
-        )
+        words = f"dominant: {dominant}, {share:.1%}; {profile['attributed_share']:.1%} of {owners} time belongs to a family"
     lines.append(words)
     lines += ["", f"milliseconds a step, {profile['unit']}:", *rows("family"), ""]
     host_bound, bound = "not measured: no kernel was recorded", profile["host_bound_share"]
@@ -248,9 +246,7 @@ def page(profile: Mapping[str, Any]) -> str:
     ]
     if profile["bubble_ns"]:
         share = profile["bubble_ns"] / profile["window_ns"]
-        lines.append(
-            f"pipeline bubble (waiting for another stage): {a_step(profile['bubble_ns'])} ms, {share:.1%} of the step"
-        )
+        lines.append(f"pipeline bubble (waiting for another stage): {a_step(profile['bubble_ns'])} ms, {share:.1%} of the step")
     if UNATTRIBUTED in profile["families"]:
         lines.append(f"{UNATTRIBUTED}: work outside the ranges of the model, the optimizer and gradient reduction")
     lines += ["", *rows("part")] if profile.get("parts") else []

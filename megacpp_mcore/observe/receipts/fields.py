@@ -93,9 +93,7 @@ _DATASET = record(name=TEXT, weight=or_null(NUMBER), sha256=or_null(TEXT))
 _LOAD = record(
     tokens_per_expert=list_of(COUNT), asked=COUNT, dropped=COUNT, entropy=or_null(AMOUNT), max_over_mean=or_null(AMOUNT)
 )
-_GOODPUT = record(
-    rank=COUNT, goodput=SHARE, wall_s=AMOUNT, seconds=map_of(AMOUNT), starts=COUNT, steps=COUNT, steps_lost=COUNT
-)
+_GOODPUT = record(rank=COUNT, goodput=SHARE, wall_s=AMOUNT, seconds=map_of(AMOUNT), starts=COUNT, steps=COUNT, steps_lost=COUNT)
 _FLOPS = record(
     is_open=True,
     families=record(True, **{name: record(True, share=SHARE) for names in FAMILIES.values() for name in names}),

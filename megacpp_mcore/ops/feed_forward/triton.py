@@ -92,9 +92,7 @@ def transpose(
     column = tl.program_id(1) * BW + tl.arange(0, BW)
     factor = tl.load(scale_T + token, mask=token < T, other=0.0) * tl.div_rn(1.0, tl.load(scale))
     inside = (token < T)[:, None] & (column < W)[None, :]
-    value = tl.load(values_TW + token.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
+    value = tl.load(values_TW + token.to(tl.int64)[:, None] * W + column[None, :], mask=inside, other=0.0).to(tl.float32)
     value = (value * factor[:, None]).to(values_WP.dtype.element_ty)
     to = values_WP + column.to(tl.int64)[:, None] * P + token[None, :]
     tl.store(to, value.T, mask=(column < W)[:, None] & (token < P)[None, :])

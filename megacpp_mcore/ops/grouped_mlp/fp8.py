@@ -45,9 +45,7 @@ BACKWARD = {"elements": 1024, "warps": 4}
 
 
 @triton.jit
-def scale_rows(
-    x_NW, row_NC, values, scales, N, W: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def scale_rows(x_NW, row_NC, values, scales, N, W: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Quantise ROWS rows, in their own order or copied to COPIES destinations each (negative: skipped)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.zeros([ROWS], tl.float32)
@@ -224,9 +222,7 @@ def transpose_rows(
     for step in tl.range(STEPS):
         value = (upcoming.to(tl.float32) * (1.0 / scale)).to(values_WP.dtype.element_ty)
         behind = column + BW
-        upcoming = tl.load(
-            at + behind[None, :], mask=real[:, None] & (behind < W)[None, :] & (step < STEPS - 1), other=0.0
-        )
+        upcoming = tl.load(at + behind[None, :], mask=real[:, None] & (behind < W)[None, :] & (step < STEPS - 1), other=0.0)
         to = values_WP + column.to(tl.int64)[:, None] * P + place[None, :]
         tl.store(to, value.T, mask=(column < W)[:, None] & (place < P)[None, :])
         column = behind
@@ -400,9 +396,7 @@ def _weight_gradient(
     return dw_EMN if total is None or adds else total.add_(dw_EMN)
 
 
-FP8 = Products(
-    MULTIPLE, of_weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient, check_device
-)
+FP8 = Products(MULTIPLE, of_weights, _hidden, _output, _hidden_gradient, _input_gradient, _weight_gradient, check_device)
 
 grouped_mlp, routed_mlp = (functools.partial(op, products=FP8) for op in (bf16.grouped_mlp, bf16.routed_mlp))
 """The ops with FP8 products. They also raise ModelError where widths are not multiples of 16, or the GPU's compute capability

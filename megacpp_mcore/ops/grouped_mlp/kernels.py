@@ -195,9 +195,7 @@ def _finish(
     if SPLIT > 1:
         left, right = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
         one = _finish(left, row, limit, column, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2)
-        two = _finish(
-            right, row, limit, column + BN // 2, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2
-        )
+        two = _finish(right, row, limit, column + BN // 2, prob, h_RF, y_RF, dh_RF, OUTER, MODE, TANH, BM, BN // 2, SPLIT // 2)
         return one + two
     else:
         columns = column + tl.arange(0, BN)

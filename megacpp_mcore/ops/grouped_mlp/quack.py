@@ -61,9 +61,7 @@ def _starts(rows: Rows) -> torch.Tensor:
     return torch.nn.functional.pad(rows.end_E, (1, 0))
 
 
-def _hidden(
-    x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activation: str
-) -> tuple[tuple[torch.Tensor], Side]:
+def _hidden(x: torch.Tensor, rows: Rows, weights: Sequence[torch.Tensor], activation: str) -> tuple[tuple[torch.Tensor], Side]:
     (w1_EFD, _), start_E = weights, _starts(rows)
     h_RF = x.new_empty((x if rows.token_R is None else rows.token_R).shape[0], w1_EFD.shape[1])
     a_RF = torch.empty_like(h_RF)

@@ -37,9 +37,7 @@ def check_weights(x_TD: torch.Tensor, w1_EFD: torch.Tensor, w2_EDF: torch.Tensor
 def check_activation(activation: str) -> None:
     """Raise ModelError unless this is the name of an activation."""
     if activation not in ACTIVATIONS:
-        raise ModelError(
-            f"activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}; gated ones have no entry"
-        )
+        raise ModelError(f"activation is {activation!r}, expected one of {sorted(ACTIVATIONS)}; gated ones have no entry")
 
 
 def check_rows(
@@ -150,9 +148,7 @@ def check_topk(routing_TE: torch.Tensor, topk: int, exact: bool = True) -> None:
     experts_T = routing_TE.sum(1)
     if (wrong := (experts_T != topk if exact else experts_T > topk).nonzero()).numel():
         first = int(wrong[0])
-        what, remedy = (
-            ("another number of", "exactly topk experts and drop none") if exact else ("more", "at most topk")
-        )
+        what, remedy = ("another number of", "exactly topk experts and drop none") if exact else ("more", "at most topk")
         raise ModelError(
             f"{wrong.shape[0]} of {routing_TE.shape[0]} tokens have {what} experts than topk = {topk}, the first "
             f"one is token {first} with {int(experts_T[first])}; route every token to {remedy}"

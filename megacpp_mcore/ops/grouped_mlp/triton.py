@@ -114,9 +114,7 @@ def _check_kernels(
             "the reference"
         )
     if w1_EFD.shape[0] > EXPERTS:
-        raise ModelError(
-            f"the experts' kernels got {w1_EFD.shape[0]} experts; they take up to {EXPERTS}: use the reference"
-        )
+        raise ModelError(f"the experts' kernels got {w1_EFD.shape[0]} experts; they take up to {EXPERTS}: use the reference")
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,9 +218,7 @@ def placed(routing_TE: torch.Tensor, probs_TE: torch.Tensor, topk: int, exact: b
     experts = triton.next_power_of_2(E)
     tokens = max(16, min(64, 4096 // experts))
     blocks = triton.cdiv(T, tokens)
-    end_E, row_TK, token_R = (
-        routing_TE.new_empty(*shape, dtype=torch.int32) for shape in ((E,), (T, topk), (T * topk,))
-    )
+    end_E, row_TK, token_R = (routing_TE.new_empty(*shape, dtype=torch.int32) for shape in ((E,), (T, topk), (T * topk,)))
     rows = Rows(end_E, row_TK, token_R, token_R.new_empty(T * topk, dtype=torch.float32))
     if not T:
         end_E.zero_()

@@ -552,9 +552,7 @@ class _Gradients:
         q_SBHD, w_SBH = (tensor.new_empty(tensor.shape) for tensor in (indexer.q_SBHD, indexer.w_SBH))
         return cls(q_SBHD, w_SBH, k_PBTD)
 
-    def add(
-        self, indexer: Indexer, grad_BRT: torch.Tensor, weight_BS: torch.Tensor, rule: KeyRule, rows: range
-    ) -> None:
+    def add(self, indexer: Indexer, grad_BRT: torch.Tensor, weight_BS: torch.Tensor, rule: KeyRule, rows: range) -> None:
         """Write the gradients of a chunk's q and w, and accumulate that of k, by the Triton kernels."""
         from megacpp_mcore.ops.indexer.dense import add_gradients
 
@@ -606,9 +604,7 @@ def sparse_backward(
         counted = target_BSN if rows_BS is None else target_BSN * rows_BS[:, :, None]  # without a target, no gradient
         inputs = indexer.q_SBHD, indexer.k_TBD, indexer.w_SBH
         with torch.cuda.device_of(indexer.q_SBHD):
-            _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = indexer_grad(
-                *inputs, kept_BSN, counted, weight * (batch * num_queries)
-            )
+            _, grad_q_SBHD, grad_k_TBD, grad_w_SBH = indexer_grad(*inputs, kept_BSN, counted, weight * (batch * num_queries))
         return grad_q_SBHD, grad_w_SBH, grad_k_TBD
     weight_BS = weight.to(indexer.dtype).expand(batch, num_queries)
     weight_BS = weight_BS if rows_BS is None else weight_BS * rows_BS
@@ -703,9 +699,7 @@ def dense_grad(
     keys_T = torch.arange(len(k_SBD), device=q_SBHD.device)
     positions_S, starts_T = keys_T if positions_S is None else positions_S, torch.zeros_like(keys_T)
     if seq_idx_S is not None:
-        starts_T = (
-            torch.where(document_starts(seq_idx_S[None], batch=1, rows=len(keys_T))[0], keys_T, 0).cummax(0).values
-        )
+        starts_T = torch.where(document_starts(seq_idx_S[None], batch=1, rows=len(keys_T))[0], keys_T, 0).cummax(0).values
     rule = KeyRule.within(starts_T[positions_S], positions_S + 1, keys_T)
     weight_BS = weight.to(indexer.dtype).expand(batch, rows)
     divergence_BS, dq, dw, dk = dense_backward(indexer, attention, rule, weight_BS, query_chunk=query_chunk)

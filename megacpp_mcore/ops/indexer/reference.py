@@ -182,9 +182,7 @@ def causal_topk(
     batch, num_queries, num_keys = _check_scores(score_BRT)
     rows = range(first_row, first_row + num_queries)
     if rows.stop > num_keys:
-        raise ModelError(
-            f"there are queries up to row {rows.stop} and {num_keys} keys, expected queries among the keys"
-        )
+        raise ModelError(f"there are queries up to row {rows.stop} and {num_keys} keys, expected queries among the keys")
     check_selection(topk, seq_idx_BS, batch=batch, num_keys=num_keys)
     visible = visible_keys(rows, num_keys, attention_mask=None, causal=True, device=score_BRT.device)
     if seq_idx_BS is not None:

@@ -127,9 +127,7 @@ def select(
 
 
 @torch.no_grad()
-def score_all(
-    score_BRT: torch.Tensor, q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, first: int = 0
-) -> None:
+def score_all(score_BRT: torch.Tensor, q_SBHD: torch.Tensor, k_TBD: torch.Tensor, w_SBH: torch.Tensor, first: int = 0) -> None:
     """Write into ``score_BRT`` the scores of all T keys, unmasked, for queries ``first`` to ``first + R - 1``.
 
     The same as :func:`~megacpp_mcore.ops.indexer.reference.score_block` except for rounding, including NaN and infinities;
@@ -183,9 +181,7 @@ def indexer_grad(
     _check_kernels(q_SBHD, k_TBD)
     S, B, H, _ = q_SBHD.shape
     if H > MOST_HEADS:
-        raise ModelError(
-            f"the indexer has {H} heads; the gradient kernel supports at most {MOST_HEADS}: use the reference"
-        )
+        raise ModelError(f"the indexer has {H} heads; the gradient kernel supports at most {MOST_HEADS}: use the reference")
     q, k = _rows(q_SBHD), _rows(k_TBD)
     weight = (q.new_full((), 1 / (B * S), dtype=torch.float32) * coefficient).float()
     deterministic = torch.are_deterministic_algorithms_enabled()

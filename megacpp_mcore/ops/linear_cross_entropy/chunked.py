@@ -206,9 +206,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if main_grad is not None:
                 kernels.add_scaled_(main_grad.buffer, saved[1], factor_1)
                 saved[1] = None
-            gradients_out = [
-                None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved
-            ]
+            gradients_out = [None if gradient is None else torch.empty_like(gradient, dtype=ctx.dtype) for gradient in saved]
             for out, gradient in zip(gradients_out, saved, strict=True):
                 if out is not None:
                     kernels.add_scaled_(out, gradient, factor_1, beta=0.0)
@@ -220,9 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 factor_C = grad_N[rows] * options.logit_scale
                 kernels.gradient_(logit_CV, label_N[rows], logsumexp_N[rows], factor_C)
                 gradients.add(logit_CV, rows)
-            gradients_out = [
-                None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients.finish(hidden)
-            ]
+            gradients_out = [None if gradient is None else gradient.to(ctx.dtype) for gradient in gradients.finish(hidden)]
         if main_grad is not None:
             gradients_out[1] = main_grad.placeholder()
         return (*gradients_out, None, None, None)
@@ -239,9 +235,7 @@ def _factor(grad_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
     tiny = torch.finfo(weight_N.dtype).tiny
     largest_1 = weight_N.abs().amax(0, keepdim=True).clamp_(min=tiny)
     unit_N = weight_N / largest_1  # keeps the squares from underflow and overflow
-    factor_1 = (
-        (grad_N * unit_N).sum(0, keepdim=True) / unit_N.square().sum(0, keepdim=True).clamp_(min=tiny) / largest_1
-    )
+    factor_1 = (grad_N * unit_N).sum(0, keepdim=True) / unit_N.square().sum(0, keepdim=True).clamp_(min=tiny) / largest_1
     promised_N = weight_N * factor_1
     is_kept = ((grad_N - promised_N).abs_() <= PROMISE * promised_N.abs()).all() | ~factor_1.isfinite()
     torch._assert_async(
@@ -264,9 +258,7 @@ def _implementation(device: torch.device, dtype: torch.dtype) -> ModuleType:
 class _Head:
     """The output layer of one call, and its logits chunk by chunk."""
 
-    def __init__(
-        self, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, options: _Options
-    ) -> None:
+    def __init__(self, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, options: _Options) -> None:
         self.hidden_NH = _gathered(hidden, options.shards)
         self.weight_VH, self.bias_V, self.options = weight_VH, bias_V, options
         tokens, vocab = len(self.hidden_NH), weight_VH.shape[0]

@@ -55,9 +55,7 @@ def chunked(
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
-def liger(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
-) -> torch.Tensor:
+def liger(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
     """Compute the same by Liger's kernels, in chunks of about as many logits as ours; synchronises the host.
 
     Raises:
@@ -69,15 +67,11 @@ def liger(
     # Liger's chunks have N · H · C / V tokens.
     wanted = chunk_tokens(tokens, vocab, hidden_NH.dtype, hidden_NH.device) * vocab
     chunks = max(1, wanted // (tokens * hidden))
-    loss: torch.Tensor = vendors.entry("liger")(
-        hidden_NH, weight_VH, label_N, reduction=reduction, chunk_mem_const=chunks
-    )
+    loss: torch.Tensor = vendors.entry("liger")(hidden_NH, weight_VH, label_N, reduction=reduction, chunk_mem_const=chunks)
     return loss
 
 
-def quack(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean"
-) -> torch.Tensor:
+def quack(hidden_NH: torch.Tensor, weight_VH: torch.Tensor, label_N: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
     """Compute the same by quack's kernels, in chunks of about as many logits as ours.
 
     Raises:

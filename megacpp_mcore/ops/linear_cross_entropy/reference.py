@@ -85,9 +85,7 @@ def linear_cross_entropy(
     """
     check_arguments(hidden, weight_VH, label, bias_V, token_weight)
     if label.shape != hidden.shape[:-1]:
-        raise ModelError(
-            f"label has shape {tuple(label.shape)}, expected {tuple(hidden.shape[:-1])}: one for each token"
-        )
+        raise ModelError(f"label has shape {tuple(label.shape)}, expected {tuple(hidden.shape[:-1])}: one for each token")
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     bias = None if bias_V is None else bias_V.to(dtype)
     logit = torch.nn.functional.linear(hidden.to(dtype), weight_VH.to(dtype), bias) * logit_scale

@@ -117,9 +117,7 @@ def gradient_(logit_CV: torch.Tensor, label_C: torch.Tensor, logsumexp_C: torch.
 
 def _launch(logit_CV: torch.Tensor, *tensors: torch.Tensor | None) -> None:
     rows, vocab = logit_CV.shape
-    launch(
-        softmax_rows, (rows,), logit_CV, *tensors, vocab, logit_CV.stride(0), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS
-    )
+    launch(softmax_rows, (rows,), logit_CV, *tensors, vocab, logit_CV.stride(0), BLOCK=BLOCK, GROUP=GROUP, num_warps=WARPS)
 
 
 @triton.jit

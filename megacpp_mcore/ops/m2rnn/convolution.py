@@ -64,9 +64,7 @@ def _convolve(
     for back in tl.static_range(T):
         seen = _same_document(seq_BS, b, t, t - back, S, L, in_S, DOCUMENTS)
         rows = (t - back + L).to(tl.int64) * t_stride
-        tap = tl.load(x + rows[:, None] + c_offsets[None, :], mask=seen[:, None] & in_C[None, :], other=0.0).to(
-            tl.float32
-        )
+        tap = tl.load(x + rows[:, None] + c_offsets[None, :], mask=seen[:, None] & in_C[None, :], other=0.0).to(tl.float32)
         w = tl.load(weight + channel * T + (T - 1 - back), mask=in_C, other=0.0).to(tl.float32)
         u += tap * w[None, :]
     return u
@@ -120,14 +118,10 @@ def prepare(
         in_C = c < K
         channel = group * K + c
         if group == 0:
-            u = _convolve(
-                q_SBK + b * q_b, q_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS
-            )
+            u = _convolve(q_SBK + b * q_b, q_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
             out = q_BPK
         else:
-            u = _convolve(
-                k_SBK + b * k_b, k_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS
-            )
+            u = _convolve(k_SBK + b * k_b, k_s, c, qk_weight, qk_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
             out = k_BPK
         a = tl.where(in_S[:, None], u * tl.sigmoid(u), 0.0)
         tl.store(out + (b * P + t[:, None]) * K + c[None, :], a.to(out.dtype.element_ty), mask=in_P[:, None])
@@ -137,9 +131,7 @@ def prepare(
         in_C = head < H
         offsets = head * v_h + c % V
         channel = (group - 2) * HEADS * V + c
-        u = _convolve(
-            v_SBHV + b * v_b, v_s, offsets, v_weight, v_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS
-        )
+        u = _convolve(v_SBHV + b * v_b, v_s, offsets, v_weight, v_bias, channel, t, in_S, in_C, seq_BS, b, S, L, T, DOCUMENTS)
         a = tl.where(in_S[:, None], u * tl.sigmoid(u), 0.0)
         rows = ((b * H + head)[None, :] * P + t[:, None]) * V + (c % V)[None, :]
         tl.store(v_BHPV + rows, a.to(v_BHPV.dtype.element_ty), mask=in_P[:, None] & in_C[None, :])
@@ -154,9 +146,7 @@ def prepare(
         f = tl.where(in_S[:, None], tl.exp(-rate[None, :] * step), 1.0)
         if DOCUMENTS:
             before = (t > 0) & in_S
-            goes_on = tl.load(seq_BS + b * S + t, mask=before, other=0) == tl.load(
-                seq_BS + b * S + t - 1, mask=before, other=0
-            )
+            goes_on = tl.load(seq_BS + b * S + t, mask=before, other=0) == tl.load(seq_BS + b * S + t - 1, mask=before, other=0)
             f = tl.where(goes_on[:, None], f, -tl.maximum(f, 1.2e-38, propagate_nan=tl.PropagateNan.ALL))
         tl.store(f_BHP + (b * H + h)[None, :] * P + t[:, None], f, mask=in_P[:, None] & in_H[None, :])
 
@@ -242,10 +232,7 @@ def prepare_backward(
         channel = (group - 2) * HEADS * V + c
         rows = ((b * H + head)[None, :] * P + t[:, None]) * V + (c % V)[None, :]
         seen = in_S[:, None] & in_C[None, :]
-        da = (
-            tl.load(dy_BHPV + rows, mask=seen, other=0.0).to(tl.float32)
-            * tl.load(D + channel, mask=in_C, other=0.0)[None, :]
-        )
+        da = tl.load(dy_BHPV + rows, mask=seen, other=0.0).to(tl.float32) * tl.load(D + channel, mask=in_C, other=0.0)[None, :]
         for block in tl.static_range(R):
             da += tl.load(dv_RBHPV + block * (B * H).to(tl.int64) * P * V + rows, mask=seen, other=0.0)
         _convolve_backward(
@@ -291,9 +278,7 @@ def _convolve_backward(
     for back in tl.static_range(T):
         same = _same_document(seq_BS, b, t, t - back, S, L, in_S, DOCUMENTS)
         rows = (t - back + L).to(tl.int64) * x_s
-        tap = tl.load(x + rows[:, None] + offsets[None, :], mask=same[:, None] & in_C[None, :], other=0.0).to(
-            tl.float32
-        )
+        tap = tl.load(x + rows[:, None] + offsets[None, :], mask=same[:, None] & in_C[None, :], other=0.0).to(tl.float32)
         tl.store(parts + (T - 1 - back), tl.sum(du * tap, 0), mask=in_C)
 
 
@@ -350,8 +335,6 @@ def _taps_backward(
     dx = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
     for ahead in tl.static_range(T):
         seen = _same_document(seq_BS, b, t, t + ahead, S, 0, there, DOCUMENTS)
-        du = tl.load(
-            du_BSC + (b * S + t + ahead)[:, None] * C + column[None, :], mask=seen[:, None] & in_C[None, :], other=0.0
-        )
+        du = tl.load(du_BSC + (b * S + t + ahead)[:, None] * C + column[None, :], mask=seen[:, None] & in_C[None, :], other=0.0)
         dx += du * tl.load(weight + channel * T + (T - 1 - ahead), mask=in_C, other=0.0).to(tl.float32)[None, :]
     return dx

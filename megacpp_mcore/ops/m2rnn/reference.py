@@ -151,9 +151,7 @@ def check_mixer(
         ModelError: shapes do not fit.
     """
     if q_SBK.dim() != 3 or v_SBHV.dim() != 4:
-        raise ModelError(
-            f"q has shape {tuple(q_SBK.shape)} and v {tuple(v_SBHV.shape)}; expected [S, B, K] and [S, B, H, V]."
-        )
+        raise ModelError(f"q has shape {tuple(q_SBK.shape)} and v {tuple(v_SBHV.shape)}; expected [S, B, K] and [S, B, H, V].")
     (S, B, K), (H, V) = q_SBK.shape, v_SBHV.shape[2:]
     if not q_SBK.numel() or not v_SBHV.numel():
         raise ModelError(

@@ -96,9 +96,7 @@ def m2rnn(
     settings = Settings(
         eps, norm_width, reduce is None, triton.cdiv(checkpoint_every, recurrence.PADDING) * recurrence.PADDING, lead
     )
-    out_SBC, squares_SB1, h_BHKV = M2RNNKernels.apply(
-        q, k, v, g_SBHV, x_f_SBH, *weights.values(), h0_BHKV, seq_idx, settings
-    )
+    out_SBC, squares_SB1, h_BHKV = M2RNNKernels.apply(q, k, v, g_SBHV, x_f_SBH, *weights.values(), h0_BHKV, seq_idx, settings)
     if reduce is not None:
         means_SB1 = reduce(squares_SB1) / norm_width
         out_SBC = scale_rows(out_SBC, means_SB1, norm_weight, eps).to(v_SBHV.dtype)

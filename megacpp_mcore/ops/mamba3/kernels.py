@@ -200,13 +200,7 @@ def norm_fwd(b_ptr, c_ptr, b_weight_ptr, c_weight_ptr, y_ptr, s_s, s_b, s_g, s_r
         x_ptr, weight_ptr = b_ptr, b_weight_ptr
     else:
         x_ptr, weight_ptr = c_ptr, c_weight_ptr
-    row = (
-        x_ptr
-        + t.to(tl.int64)[:, None] * (s_s * 8)
-        + (table % B).to(tl.int64) * s_b * 8
-        + (gr // R) * s_g
-        + (gr % R) * s_r
-    )
+    row = x_ptr + t.to(tl.int64)[:, None] * (s_s * 8) + (table % B).to(tl.int64) * s_b * 8 + (gr // R) * s_g + (gr % R) * s_r
     first, second = _model_planes(row, (t < S)[:, None], ROWS, N, MIMO)
     scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / N + eps)[:, None]
     first = first * scale * tl.load(weight_ptr + a).to(tl.float32)[None, :]
@@ -268,9 +262,7 @@ def _steps(dd_dt_ptr, dt_bias_ptr, s_s, s_b, t, b, h, S):
 @triton.jit
 def _lambdas(trap_ptr, s_s, s_b, t, b, h, S):
     inside = (t >= 0) & (t < S)
-    return _sigmoid(
-        tl.load(trap_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32)
-    )
+    return _sigmoid(tl.load(trap_ptr + t.to(tl.int64) * s_s + b.to(tl.int64) * s_b + h, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit

@@ -94,9 +94,7 @@ def mamba3_decay_and_gates(
     _expect("trap", trap_BSH, "BSH", (batch, sequence, heads))
     _expect("dt_bias", dt_bias_H, "H", (heads,))
     if not A_floor > 0:
-        raise ModelError(
-            f"A_floor is {A_floor}; expected a positive number such as 1e-4, or the state would never decay."
-        )
+        raise ModelError(f"A_floor is {A_floor}; expected a positive number such as 1e-4, or the state would never decay.")
     dtype = compute_dtype(dd_dt_BSH, dd_A_BSH, trap_BSH, dt_bias_H)
     rate_BSH = torch.clamp(-_rate(dd_A_BSH.to(dtype), activation), max=-A_floor)
     dt_BSH = F.softplus(dd_dt_BSH.to(dtype) + dt_bias_H.to(dtype))
@@ -159,9 +157,7 @@ def mamba3_rotate(x_BSRHN: torch.Tensor, theta_BSHA: torch.Tensor, *, pairing: P
     planes = _dims("theta", theta_BSHA, "BSHA")[-1]
     _expect("theta", theta_BSHA, "BSHA", (batch, sequence, heads, planes))
     if 2 * planes > state:
-        raise ModelError(
-            f"{planes} rotation angles need a state of at least {2 * planes}, found {state}; lower the fraction."
-        )
+        raise ModelError(f"{planes} rotation angles need a state of at least {2 * planes}, found {state}; lower the fraction.")
     cos, sin = torch.cos(theta_BSHA).unsqueeze(2), torch.sin(theta_BSHA).unsqueeze(2)
     if pairing == "interleaved":
         first, second = x_BSRHN[..., : 2 * planes].unflatten(-1, (planes, 2)).unbind(-1)
@@ -386,9 +382,7 @@ def mamba3(
             outputs = []
             for start in range(0, sequence, segment_size):
                 pieces = (t[:, start : start + segment_size] for t in rows)
-                out, state = checkpoint(
-                    mix_segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False
-                )
+                out, state = checkpoint(mix_segment, mixer, state, *pieces, use_reentrant=False, preserve_rng_state=False)
                 outputs.append(out.to(x_SBHP.dtype))
             out_BSHP = torch.cat(outputs, dim=1)
     final_state = Mamba3State(*state, theta[:, -1]) if return_final_state and state is not None else None
@@ -433,9 +427,7 @@ def mix_segment(
     x = x_BSHP.to(mixer.dtype)
     scanned = (x, b_BSRHN, c_BSRHN, adt_BSH, dt_BSH, trap_BSH)
     if mixer.method == "chunked":
-        y, state = mamba3_scan_chunked(
-            *scanned, chunk_size=mixer.chunk_size, mimo_x_HRP=mixer.mimo_x_HRP, initial_state=state
-        )
+        y, state = mamba3_scan_chunked(*scanned, chunk_size=mixer.chunk_size, mimo_x_HRP=mixer.mimo_x_HRP, initial_state=state)
     else:
         y, state = mamba3_scan_sequential(*scanned, mimo_x_HRP=mixer.mimo_x_HRP, initial_state=state)
     mix = (mixer.mimo_x_HRP, mixer.mimo_z_HRP, mixer.mimo_o_HRP)
@@ -518,9 +510,7 @@ def _inside_chunks(
     return weighted.flatten(-4, -3).flatten(-2) @ v_BCHMP
 
 
-def _pass_states(
-    h_BHPN: torch.Tensor, added_BCHPN: torch.Tensor, decay_BCH: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pass_states(h_BHPN: torch.Tensor, added_BCHPN: torch.Tensor, decay_BCH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Pass the state from chunk to chunk; return the state before each chunk, and the one after the last."""
     keep_BCH11 = torch.exp(decay_BCH)[..., None, None]
     entering = []
@@ -559,9 +549,7 @@ def _skip_gate_mix(
 def _dims(name: str, tensor: torch.Tensor, axes: str) -> tuple[int, ...]:
     """Return the shape of a tensor, which must have one non-empty axis per letter."""
     if tensor.dim() != len(axes) or 0 in tensor.shape:
-        raise ModelError(
-            f"{name} has shape {tuple(tensor.shape)}; expected {len(axes)} axes [{', '.join(axes)}], none empty."
-        )
+        raise ModelError(f"{name} has shape {tuple(tensor.shape)}; expected {len(axes)} axes [{', '.join(axes)}], none empty.")
     return tuple(tensor.shape)
 
 

@@ -376,18 +376,14 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
     if not plan.A_floor > 0:
         raise ModelError(f"A_floor is {plan.A_floor}; expected a positive number such as 1e-4.")
     if 2 * A > plan.N:
-        raise ModelError(
-            f"{A} rotation angles need a state of at least {2 * A}, found {plan.N}, which takes {plan.N // 2}."
-        )
+        raise ModelError(f"{A} rotation angles need a state of at least {2 * A}, found {plan.N}, which takes {plan.N // 2}.")
     if plan.R not in RANKS:
         fitting = nearest_number(plan.R, RANKS)
         raise ModelError(f"MIMO rank {plan.R}: the Triton kernels take one of {RANKS}; the nearest is {fitting}.")
     for name, size in (("head dim", plan.P), ("state", plan.N)):
         if size < 16 or size & (size - 1):
             fitting = nearest_number(size, (16 << power for power in range(size.bit_length())))
-            raise ModelError(
-                f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {fitting}."
-            )
+            raise ModelError(f"{name} {size}: the Triton kernels take powers of two from 16 on; the nearest is {fitting}.")
     most = (2**31 - 1) // (plan.H * plan.R * min(plan.padded, plan.block))
     if most < plan.B:
         raise ModelError(
@@ -396,9 +392,7 @@ def _check_kernels(plan: Plan, activation: str, *inputs: torch.Tensor) -> None:
         )
     dtype = one_dtype("Mamba-3", **dict(zip(("x", "z", "b", "c", *shapes), inputs, strict=True)))
     if dtype not in DTYPES:
-        raise ModelError(
-            f"Mamba-3's inputs are {dtype}; its kernels take one of {DTYPES}: cast them, or use the reference"
-        )
+        raise ModelError(f"Mamba-3's inputs are {dtype}; its kernels take one of {DTYPES}: cast them, or use the reference")
 
 
 def _per_token(tensor: torch.Tensor) -> tuple[int, int]:
@@ -628,9 +622,7 @@ def _chunk_scan(
     )  # fmt: skip
 
 
-def _backward(
-    ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, dh: torch.Tensor | None, dtheta: torch.Tensor | None) -> tuple[Any, ...]:
     plan: Plan = ctx.plan
     saved = ctx.saved_tensors  # read once: each access unpacks what a checkpoint or an offload has packed
     inputs, dt_bias, norms, parameters = saved[:8], saved[8], saved[9:11], _Parameters(*saved[11:17])
@@ -696,9 +688,7 @@ def _backward_of_rows(
     do = _empty_rows(plan, x, P)
     keys, queries = rows or (_empty_rows(plan, x, N), _empty_rows(plan, x, N))
     if R > 1 and not rows:
-        plan.launch(
-            kernels.rotate_fwd, plan.grid, *tables.normed, *parameters.biases, tables.cos_sin, keys, queries, SP
-        )
+        plan.launch(kernels.rotate_fwd, plan.grid, *tables.normed, *parameters.biases, tables.cos_sin, keys, queries, SP)
     if not saved:
         ungated = do  # a tile is read before its gradient is written
         _chunk_scan(plan, x, z, keys, queries, parameters, tables, states, None, ungated)
@@ -734,9 +724,7 @@ def _backward_of_rows(
             kernels.chunk_scan_bwd_queries, plan.grid, _tokens(plan, x), chunks_of[0], chunks_of[2], parameters.mimo_x,
             tables.la, tables.w, tables.gamma, states, _chunks(dqueries), SP, segments,
         )  # fmt: skip
-    plan.launch(
-        kernels.boundary_gradients, (H, segments + 1, B), states, dstates, boundary_value, boundary_angle, segments + 1
-    )
+    plan.launch(kernels.boundary_gradients, (H, segments + 1, B), states, dstates, boundary_value, boundary_angle, segments + 1)
     del do, chunks_of, keys, queries
 
     dnormed = torch.empty(plan.shares, 2, B, G, R, SP, N, device=device)

@@ -7,9 +7,7 @@ import torch
 from megacpp_mcore.ops.main_grad import MainGrad, linear
 
 
-def project(
-    x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None, rows: int
-) -> tuple[torch.Tensor, ...]:
+def project(x: torch.Tensor, weight_ND: torch.Tensor, main_grad: MainGrad | None, rows: int) -> tuple[torch.Tensor, ...]:
     """Compute ``x [..., D] @ weight.T``, split by consecutive rows of the weight: here one tensor, ``[..., N]``.
 
     Args:

@@ -106,9 +106,7 @@ def tried(what: str, call: Callable[..., torch.Tensor]) -> ProbeResult:
 
     def leaves() -> list[torch.Tensor]:
         generator = torch.Generator("cuda").manual_seed(7)
-        return [
-            torch.randn(192, 1, 2, width, device="cuda", generator=generator).bfloat16() for width in (128, 128, 64)
-        ]
+        return [torch.randn(192, 1, 2, width, device="cuda", generator=generator).bfloat16() for width in (128, 128, 64)]
 
     how = {"softmax_scale": 128**-0.5}
     return vendors.tried(what, functools.partial(call, **how), functools.partial(mla_attention, **how), leaves)

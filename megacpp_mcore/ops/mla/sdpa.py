@@ -198,9 +198,7 @@ def _note(backend: SDPBackend, q_SBHK: torch.Tensor, v_TBHV: torch.Tensor) -> No
     if torch.compiler.is_compiling():
         return
     kind = str(q_SBHK.dtype).removeprefix("torch.")
-    reason = (
-        f"the first of PyTorch's fused kernels that takes widths {q_SBHK.shape[-1]} and {v_TBHV.shape[-1]} of {kind}"
-    )
+    reason = f"the first of PyTorch's fused kernels that takes widths {q_SBHK.shape[-1]} and {v_TBHV.shape[-1]} of {kind}"
     observed.note("sdpa", backend.name, reason, speed=Speed.REFERENCE if backend == SDPBackend.MATH else Speed.KERNEL)
 
 

@@ -89,9 +89,7 @@ def attend(
     return o_SBHV
 
 
-def _bounds(
-    q_SBHK: torch.Tensor, seq_idx_BS: torch.Tensor | None, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(q_SBHK: torch.Tensor, seq_idx_BS: torch.Tensor | None, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first key that each query sees, and the last query that sees each key: int32 [B, S]; cached across layers
     if there are documents."""
     S, B = q_SBHK.shape[:2]

@@ -188,9 +188,7 @@ def check_latents(
             "[L] with an R of at least 1"
         )
     if len(dtypes) > 1:
-        raise ModelError(
-            f"hidden states, down-projections and norms are of {sorted(map(str, dtypes))}; expected one dtype"
-        )
+        raise ModelError(f"hidden states, down-projections and norms are of {sorted(map(str, dtypes))}; expected one dtype")
 
 
 def check_indexer_inputs(
@@ -217,9 +215,7 @@ def check_indexer_inputs(
     if len(dtypes) > 1:
         raise ModelError(f"an indexer's inputs and weights are of {sorted(map(str, dtypes))}; expected one dtype")
     if _check_rotation(rotation_SR, S, R) != R:
-        raise ModelError(
-            f"an indexer's keys have {R} values and the table {rotation_SR.shape[1]}; expected equally many"
-        )
+        raise ModelError(f"an indexer's keys have {R} values and the table {rotation_SR.shape[1]}; expected equally many")
 
 
 def check_projection(x_SBHX: torch.Tensor, weight_HCK: torch.Tensor | None, rotation_SR: torch.Tensor | None) -> None:
@@ -249,9 +245,7 @@ def check_keys(kv_SBHX: torch.Tensor, rotary_SBR: torch.Tensor, rotation_SR: tor
     if not 0 <= value_dim < kv[3]:
         raise ModelError(f"value_dim is {value_dim}, expected 0..{kv[3] - 1}: less than the width of a head of kv")
     if _check_rotation(rotation_SR, kv[0], rotary[2]) != rotary[2]:
-        raise ModelError(
-            f"the rotary part has {rotary[2]} values and the table {rotation_SR.shape[1]}; expected equally many"
-        )
+        raise ModelError(f"the rotary part has {rotary[2]} values and the table {rotation_SR.shape[1]}; expected equally many")
 
 
 def _check_rotation(rotation_SR: torch.Tensor | None, rows: int, most: int) -> int:

@@ -59,9 +59,7 @@ def _require(holds: torch.Tensor, what: str, explain: Callable[[], str]) -> None
         raise ModelError(explain()) from error
 
 
-def seq_idx_from_cu_seqlens(
-    cu_seqlens: torch.Tensor, num_rows: int, of_keys: torch.Tensor | None = None
-) -> torch.Tensor:
+def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, num_rows: int, of_keys: torch.Tensor | None = None) -> torch.Tensor:
     """Assign a document number to each token of a packed batch: int32 ``[1, num_rows]``.
 
     Rows after the last sequence (padding) form a separate document.
@@ -272,9 +270,7 @@ def cu_seqlens_of(seq_idx_BS: torch.Tensor, max_documents: int) -> torch.Tensor:
         _require(
             ordinals[-1] < max_documents,
             f"at most {max_documents} documents in {batch} rows of {rows}: {advice}",
-            lambda: (
-                f"{int(ordinals[-1]) + 1} documents in {batch} rows of {rows}; expected at most {max_documents}: {advice}"
-            ),
+            lambda: f"{int(ordinals[-1]) + 1} documents in {batch} rows of {rows}; expected at most {max_documents}: {advice}",
         )
         wanted = torch.arange(max_documents + 1, dtype=torch.int32, device=seq_idx_BS.device)
         return torch.searchsorted(ordinals, wanted, out_int32=True)

@@ -21,9 +21,7 @@ def _sequence_of_row(lengths_N: torch.Tensor, num_rows: int) -> tuple[torch.Tens
     return sequence, row - (ends_N - lengths_N)[sequence]
 
 
-def zigzag_positions(
-    cu_seqlens: torch.Tensor, *, cp_size: int, cp_rank: int, num_rows: int, padded: bool
-) -> torch.Tensor:
+def zigzag_positions(cu_seqlens: torch.Tensor, *, cp_size: int, cp_rank: int, num_rows: int, padded: bool) -> torch.Tensor:
     """Return the position of each of this rank's rows in the packed batch of all ranks: int64 ``[num_rows]``.
 
     Args:
@@ -46,9 +44,7 @@ def zigzag_positions(
     return piece_starts[piece] + offset
 
 
-def rotary_rows(
-    cu_seqlens: torch.Tensor, *, num_rows: int, num_frequencies: int, cp_size: int, cp_rank: int
-) -> torch.Tensor:
+def rotary_rows(cu_seqlens: torch.Tensor, *, num_rows: int, num_frequencies: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Return the row of the rotary frequency table for each of this rank's rows: int64 ``[num_rows]``.
 
     Args:

@@ -67,9 +67,7 @@ def route(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *, topk: int, ba
     normalised_TE = score_TE / (score_TE.sum(1, keepdim=True) + TINY)
     routing_TE = _best(score_TE if bias_E is None else score_TE + bias_E, topk)
     chosen_TE = score_TE * routing_TE
-    best_SBE, normalised_SBE = (
-        tensor.unflatten(0, (-1, batch)) for tensor in (_best(normalised_TE, topk), normalised_TE)
-    )
+    best_SBE, normalised_SBE = (tensor.unflatten(0, (-1, batch)) for tensor in (_best(normalised_TE, topk), normalised_TE))
     return Routed(
         probs_TE=chosen_TE / (chosen_TE.sum(1, keepdim=True) + TINY),
         routing_TE=routing_TE,

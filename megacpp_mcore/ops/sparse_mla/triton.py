@@ -110,9 +110,7 @@ def summed_probabilities(
     return sum_BSN
 
 
-def _check(
-    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, softmax_scale: float, value_dim: int
-) -> None:
+def _check(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, index_BSN: torch.Tensor, softmax_scale: float, value_dim: int) -> None:
     check_attention(q_SBHK, kv_TBK, index_BSN, value_dim)
     if q_SBHK.dtype != kv_TBK.dtype or q_SBHK.dtype not in DTYPES:
         raise ModelError(
@@ -125,9 +123,7 @@ def _check(
             "reference"
         )
     if softmax_scale <= 0:
-        raise ModelError(
-            f"softmax_scale is {softmax_scale}; sparse MLA's kernels need a positive one: use the reference"
-        )
+        raise ModelError(f"softmax_scale is {softmax_scale}; sparse MLA's kernels need a positive one: use the reference")
 
 
 class SparseMLAKernels(torch.autograd.Function):
@@ -250,17 +246,13 @@ def _all_rows(heads: int) -> int:
     return 2 * HEADS if heads > HEADS else _rows(max(heads, least), HEADS)
 
 
-def _integer_scale(
-    q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float
-) -> torch.Tensor:
+def _integer_scale(q_SBHK: torch.Tensor, kv_TBK: torch.Tensor, do_SBHV: torch.Tensor, softmax_scale: float) -> torch.Tensor:
     """Return the integer that represents 1 in the sum of a key's gradient; NaN or 0 if an input is not finite.
 
     Each query and head adds at most ``|do| + |dx|·|q|``, where ``|dx| ≤ 2·|scale|·V·|do|·|kv|``. Typical sums are about 2^30
     below the bound, and then still have 30 bits, more than float32.
     """
-    q, kv, do = (
-        torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32).double() for x in (q_SBHK, kv_TBK, do_SBHV)
-    )
+    q, kv, do = (torch.linalg.vector_norm(x, ord=math.inf, dtype=torch.float32).double() for x in (q_SBHK, kv_TBK, do_SBHV))
     S, _, H, V = do_SBHV.shape
     bound = S * H * do * (1 + 2 * abs(softmax_scale) * V * kv * q)
     return integer_unit(bound)

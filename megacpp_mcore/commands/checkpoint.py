@@ -25,8 +25,8 @@ def add_parser(subparsers: Any) -> None:
     schedule.add_argument("--model", required=True, help="a preset, or the model of the file that MEGACPP_CONFIG names")
     target = schedule.add_mutually_exclusive_group(required=True)
     target.add_argument("--schedule", help="one of - W F S for each A layer, tiled: -FSFF")
-    longer = "the model to continue as: a preset such as nam56r_long, or a settings file"
-    target.add_argument("--to", metavar="MODEL", help=longer)
+    successor = "the model to continue as: a preset such as nam56r_long, or a settings file"
+    target.add_argument("--to", metavar="MODEL", help=successor)
     words = "write the weights of CHECKPOINT, of any layout, as safetensors with a model for transformers to FOLDER"
     export = actions.add_parser("export", help=words, description=words)
     export.add_argument("old", metavar="CHECKPOINT", help=old)

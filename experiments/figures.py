@@ -32,8 +32,14 @@ TWINS = {
     "dense": ("stock GPTModel, dense", 139_466_496),
     "mla moe": ("stock GPTModel, MLA and experts", 286_870_272),
     "mamba2 moe": ("stock HybridModel, Mamba-2, attention and experts", 293_679_824),
+    "full attention": ("NAM56R without DSA", 237_183_552),
+    "without R": ("NAM56R without R", 250_758_176),
+    "without M": ("NAM56R without M", 315_428_624),
+    "without E": ("NAM56R without E", 132_329_504),
 }
 """For each arm of that file, the model and its parameters, as Megatron counts them."""
+SHARED = ("full attention", "without R")
+"""Arms of that file whose only run shared its card with another: their speed says nothing."""
 
 Row = Mapping[str, str]
 Line = Sequence[str]
@@ -346,9 +352,11 @@ def twins() -> Iterator[Line]:
         losses = [dict(word.split(":") for word in row["losses"].split()) for row in runs]
         bits = sorted(float(loss["heldout"]) / math.log(2) / BYTES_A_TOKEN for loss in losses)
         trained = sorted(float(loss["lm_loss"]) for loss in losses)
-        ends = (f"{figures[0]:.3f} to {figures[-1]:.3f}" for figures in (bits, trained))
+        ends = (" to ".join(f"{end:.3f}" for end in sorted({figures[0], figures[-1]})) for figures in (bits, trained))
         fastest = min(runs, key=lambda row: float(row["step_ms"]))
         speed = number(fastest["tokens_per_s"]), number(int(fastest["steps"]) * float(fastest["step_ms"]), 1e3)
+        if arm in SHARED:
+            speed = "", ""
         yield label, f"{parameters / 1e6:.1f}", str(len(runs)), *ends, *speed
 
 

@@ -6,7 +6,7 @@ The file names the model, what all arms share (``overrides``, ``training``, ``wo
 definition (``overrides``), the rest of the settings file (``settings``), the layout (``layout``) or the training
 (``training``, whose ``processes`` is its number of GPUs), or adds stock words (``words``, where ``{folder}`` is that of all
 runs); ``model_class: gpt`` trains GPTModel, ``via: bridge`` its recipe (``recipe``) in Megatron-Bridge, ``via: stock`` a
-model of Megatron's own, which ``words`` describe, with ``patches``. Arms of one seed see the same data and random draws; a seed that is named
+model of Megatron's own, which ``words`` describe. Arms of one seed see the same data and random draws; a seed that is named
 twice trains every arm twice. ``--rates`` trains every arm with each of these learning rates. ``apart`` is the largest
 difference in a step's loss from the first run of the same arm and seed, or, for that run itself, from the first arm with as
 many steps. Column ``probe`` has the memory that was reserved, and estimated for an H200; of profiled steps, milliseconds by
@@ -85,7 +85,6 @@ class Arm:
     model_class: str = DEFAULT_MODEL_CLASS
     via: str = "launch"
     recipe: str = ""
-    patches: Sequence[str] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -204,7 +203,6 @@ def _train(
     else:
         command += ["experiments.probe", str(folder)] if "probe" in content else ["megacpp_mcore"]
         command += ["launch", "--verbose", "--device", args.device, "--nproc", str(training.processes), *observe]
-        command += [word for name in arm.patches for word in ("--patch", name)]
         words = lower(Run(model, Layout(**arm.layout), training, arm.model_class))
         command += ["--", *(of_stock(words, model, extra) if arm.via == "stock" else words)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

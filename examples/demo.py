@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -52,6 +53,7 @@ MAX_GPU_DIFFERENCE = 0.1
 CPU_SCORE_TOKENS = 2**16
 """Held-out tokens scored on a CPU, in half a minute; all of them would take four."""
 LOG_TAIL_LINES = 30
+STOPPING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 class DemoError(Exception):
@@ -141,17 +143,26 @@ def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
     threads = min(2, os.cpu_count() or 1)  # layers this small gain 1.3 × from two, little from more
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.pop(settings.VARIABLE, None)  # it may describe another model
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    # A signal that came before the process is known here would leave it behind.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
     try:
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=unblock,
+            )
+    except BaseException:
+        unblock()
+        raise
+    try:
+        unblock()
         yield process
     finally:
         if process.returncode is None:  # not reaped yet, so its group id cannot have been reused
@@ -370,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if tokens is None:
         tokens = CPU_SCORE_TOKENS if device == "cpu" else 0
-    for number in (signal.SIGTERM, signal.SIGHUP):  # unwind the stack, as Ctrl-C does: no process is left behind
+    for number in STOPPING - {signal.SIGINT}:  # unwind the stack, as Ctrl-C does: no process is left behind
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         run_demo(Path(os.path.realpath(options.output)), device, options.steps, tokens)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +139,25 @@ def test_signals_leave_no_process_behind(tmp_path: Path) -> None:
         assert program.returncode == 128 + number, complaint
         assert ("interrupted; nothing is left running" in complaint) is (number == signal.SIGINT)
         assert_all_gone(plan.folder)
+
+
+def test_a_signal_while_training_starts_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def popen(*words: Any, **keywords: Any) -> subprocess.Popen[bytes]:
+        begun.append(start(*words, **keywords))
+        signal.raise_signal(signal.SIGINT)
+        return begun[0]
+
+    monkeypatch.setattr(demo.subprocess, "Popen", popen)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        demo.started([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log"),
+    ):
+        pass
+    assert begun[0].returncode == -signal.SIGKILL
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def leg(first: int, last: int, resumed_at: int, loss: float = 2.0) -> list[Step]:

@@ -12,7 +12,7 @@ difference in a step's loss from the first run of the same arm and seed, or, for
 many steps. Column ``probe`` has the memory that was reserved, and estimated for an H200; of profiled steps, milliseconds by
 family and exposed communication by kind; and with ``probe: layers`` every layer's gradient norm and the load of its experts.
 ``--heldout`` is another dataset, on whose whole batches each run is evaluated at its end; ``--curves`` writes the main loss by
-tokens and seconds (:mod:`experiments.curves` plots it).
+tokens and seconds (:mod:`experiments.curves` plots it), ``--receipts`` each run's receipt, one per line.
 """
 
 from __future__ import annotations
@@ -134,6 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             table.append(row)
             for point in _curve(steps) if curves else ():
                 curves.append({name: row[name] for name in (*CURVE[:3], "commit")} | point)
+            if args.receipts:
+                line = {"arm": arm.name, "seed": seed, "receipt": receipts.read(folder / "run")}
+                with args.receipts.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line, separators=(",", ":")) + "\n")
             print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:17] if row[name] != ""), flush=True)
     return int(bool(failures))
 
@@ -322,6 +326,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="dataset prefix")
     parser.add_argument("--heldout", default="", help="another prefix, to evaluate on at the end")
     parser.add_argument("--curves", type=Path, help="a table of the main loss of every run")
+    parser.add_argument("--receipts", type=Path, help="a file of the receipts of every run, as JSON lines")
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     parser.add_argument("--steps", type=int, help="instead of the file's")

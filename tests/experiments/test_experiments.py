@@ -149,7 +149,7 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     heldout, points = (tmp_path / "heldout", tmp_path / "curves.csv")
     (tmp_path / "short.txt").write_bytes((tmp_path / "texts" / "0.txt").read_bytes()[:200])  # of which all is evaluated
     prepare([tmp_path / "short.txt"], str(heldout))
-    words += ["--heldout", str(heldout), "--curves", str(points)]
+    words += ["--heldout", str(heldout), "--curves", str(points), "--receipts", str(tmp_path / "receipts.jsonl")]
     failed = train.main([*words, "--folder", str(folder), "--output", str(output)])
     assert not failed, [path.read_text()[-2000:] for path in folder.glob("*/log")]
     rows = list(csv.DictReader(output.open()))
@@ -165,6 +165,9 @@ def test_a_row_has_what_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert float(probe["layers_apart"]) > 1
         assert 4 < float(row["losses"].split()[-1].removeprefix("heldout:")) < float(row["first_loss"]) + 1
         assert float(probe["busiest_expert"]) >= 1 >= float(probe["idlest_expert"])
+    lines = map(json.loads, (tmp_path / "receipts.jsonl").read_text().splitlines())
+    kept = {line["arm"]: (line["seed"], line["receipt"]["status"]) for line in lines}
+    assert kept == {row["arm"]: (int(row["seed"]), "finished") for row in rows}
     logs = [path.read_text() for path in folder.glob("*/log")]
     assert [text.count("validation loss at iteration") for text in logs] == [1, 1]
     curves = list(csv.DictReader(points.open()))

@@ -106,6 +106,7 @@ def test_every_kind_of_target(hosts: Hosts) -> None:
     assert host.Host.build() == (host.Host, "patched")
     assert host.Host.Inner().deep() == "deeper"
     assert isinstance(vars(host.Host)["static"], staticmethod)
+    assert host.Host.Inner.deep.__wrapped__(host.Host.Inner()) == "deep"
     assert host.decorated(1) == 101
     reg.revert()
     reg.apply(["class"])

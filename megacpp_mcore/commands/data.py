@@ -86,7 +86,8 @@ def _tokenizer(args: argparse.Namespace) -> int:
     from megacpp_mcore.data.tokenizer import train
 
     trained = train(args.inputs, args.output, args.vocab_size, globs=args.glob, json_key=args.json_key)
-    print(f"{args.output}: {trained.vocab_size} ids; {trained.eod_id} ends a document")
+    fewer = f" in place of {args.vocab_size}, as the text has no more pairs" if trained.vocab_size < args.vocab_size else ""
+    print(f"{args.output}: {trained.vocab_size} ids{fewer}; {trained.eod_id} ends a document")
     _print_flags(args.output)
     return 0
 

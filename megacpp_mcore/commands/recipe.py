@@ -278,10 +278,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     base = recipe.run if recipe else Run(original, training=usual)
     layout = dataclasses.replace(base.layout, **of_layout)
     model.check_layout(layout)  # first, because processes and batch follow from it
-    settings = None if loaded is None else loaded.path
-    if model != original:
-        settings = _write_settings(args, name, model, loaded)
-    elif args.settings is not None:
+    if model == original and args.settings is not None:
         raise LaunchError(f"--settings {args.settings} is for a model that --set changes, but nothing is changed; remove it")
     if args.data is not None and not os.path.exists(args.data + ".idx"):
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
@@ -304,6 +301,9 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     arguments = _with_extra(model, run, tuple(args.stock_command), None if args.via == "wheel" else Path(script))
     if of_training.get("cuda_graphs") and not run.is_captured:
         print(f"note: cuda_graphs=true is left out: {CAPTURED}", file=sys.stderr)
+    settings = None if loaded is None else loaded.path
+    if model != original:  # last: a run that is refused writes nothing
+        settings = _write_settings(args, name, model, loaded)
     env = {} if settings is None else {plugin_config.VARIABLE: os.path.realpath(settings)}
     if layout.tensor > 1 and training.device == "cuda":
         # Megatron 0.19 stops without it on GPUs before Blackwell; the CPU lane sets it itself.

@@ -94,8 +94,10 @@ def _blend_words(prefixes: Sequence[str], weights: Sequence[float] | None) -> li
     return [word for pair in zip(shares, prefixes, strict=True) for word in pair]
 
 
-def verify_arguments(arguments: Sequence[str]) -> str:
+def verify_arguments(arguments: Sequence[str], vocab_size: int | None = None) -> str:
     """Check how Megatron's ``arguments`` name datasets, and each dataset; return the line that says what was checked.
+
+    ``vocab_size`` is the model's, for a tokenizer may not use the ids that pad it; None: not known.
 
     Raises:
         DataError: names the file, what was found, what was expected.
@@ -107,9 +109,14 @@ def verify_arguments(arguments: Sequence[str]) -> str:
     _check_forms(given)
     kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
     tokenizer = HuggingFaceTokenizer(folder) if folder and kind == "HuggingFaceTokenizer" else None
+    if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer {folder} has {tokenizer.vocab_size} ids, and the model {vocab_size}; set the model's vocab_size to "
+            f"{tokenizer.vocab_size}, or name another tokenizer"
+        )
     note = fim.check(given, tokenizer)
-    vocab_size, eod_id, checksum = _vocabulary(given, tokenizer)
-    verify_for_training(prefixes, vocab_size=vocab_size, eod_id=eod_id, tokenizer_checksum=checksum)
+    embedded, eod_id, checksum = _vocabulary(given, tokenizer)
+    verify_for_training(prefixes, vocab_size=embedded, eod_id=eod_id, tokenizer_checksum=checksum)
     for blend in (named := blends(arguments)):
         if blend.flag not in SPLIT_FLAGS:
             _check_shares(blend.datasets(), flags.first(given, "--split") or _DEFAULT_SPLIT)

@@ -407,8 +407,8 @@ def _refuse(source: Source, offset: int, reason: str, skipped: list[Skipped] | N
         if source.is_table:
             unit, expected = "row", "a string in every row"
         raise DataError(
-            f"{source.path}, {unit} {offset}: {reason}; expected {expected}. Repair the file, leave it out, or "
-            "pass --errors skip to list it in the manifest and continue"
+            f"{source.path}, {unit} {offset}: {reason}; expected {expected}. Repair the file, or leave it "
+            "out, as `data prepare --errors skip` does, which lists it in the manifest"
         )
     skipped.append({"relative": source.relative, "offset": offset, "reason": reason})
 

@@ -143,14 +143,19 @@ class HuggingFaceTokenizer:
         return int(self._tokenizer.num_special_tokens_to_add(False))
 
     def checksum(self) -> str:
-        """Return a SHA-256 over the names and contents of the folder's tokenizer files."""
-        paths = [path for path in (self.folder / name for name in _HF_FILES) if path.is_file()]
-        lines = [f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        """Return :func:`folder_checksum` of the folder."""
+        return folder_checksum(self.folder)
 
     def stock_flags(self) -> list[str]:
         """Return the ``HuggingFaceTokenizer`` flags for this folder; stock needs ``transformers`` for them."""
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(self.folder)]
+
+
+def folder_checksum(folder: Path) -> str:
+    """Return a SHA-256 over the names and contents of a folder's tokenizer files."""
+    paths = [path for path in (folder / name for name in _HF_FILES) if path.is_file()]
+    lines = [f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in paths]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def train(
@@ -186,6 +191,8 @@ def train(
     pieces = cut_sources(find_sources(inputs, globs), 1 << 24)
     texts = (text.decode("utf-8") for piece in pieces for _, text in read_documents(piece, None, json_key))
     made.train_from_iterator(texts, trainer)
+    if made.get_vocab_size() == BYTE_COUNT + 1:
+        raise DataError(f"the text of {', '.join(map(str, inputs))} has no two characters side by side; expected text")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     try:
         Path(folder).mkdir(parents=True)

@@ -18,7 +18,7 @@ from megacpp_mcore.checkpoints import layout
 from megacpp_mcore.checkpoints.folder import newest_iteration
 from megacpp_mcore.checkpoints.integrity import read_common, read_metadata
 from megacpp_mcore.checkpoints.staging import new_folder
-from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE
+from megacpp_mcore.data.tokenizer import BYTE_COUNT, BYTE_SPECIALS, BYTE_VOCAB_SIZE, ByteTokenizer, folder_checksum
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface.names import Tensor, configuration, tensors
 from megacpp_mcore.model import Model, hybrid
@@ -47,7 +47,7 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
 
     Raises:
         CheckpointError: ``folder`` exists; the checkpoint is missing, damaged, or of another model; the tokenizer is not in its
-            folder; safetensors is not installed. Nothing is left behind.
+            folder, or not that of the run by its receipt; safetensors is not installed. Nothing is left behind.
     """
     library = safetensors()
     source = newest_iteration(checkpoint)
@@ -56,7 +56,8 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     _check(source, model, wanted, stored)
     _check_trained(source, model, read_common(source, reader.read_metadata()))
-    files = tokenizer_files(model, tokenizer)
+    files, receipt = tokenizer_files(model, tokenizer), source.parent / "observe" / "receipt.json"
+    _check_tokenizer(receipt, tokenizer)
     with new_folder(folder) as unfinished:
         shards, size = list(_shards(wanted, stored, shard_bytes)), 0
         places: dict[str, str] = {}
@@ -82,7 +83,6 @@ def export(checkpoint: Path, folder: Path, model: Model, tokenizer: Path | None,
             shutil.copyfile(Path(__file__).with_name(name), unfinished / name)
         for name, content in files.items():
             (unfinished / name).write_text(content, encoding="utf-8")
-        receipt = source.parent / "observe" / "receipt.json"
         if receipt.is_file():
             shutil.copyfile(receipt, unfinished / "receipt.json")
         (unfinished / "README.md").write_text(_card(model, source, receipt.is_file()), encoding="utf-8")
@@ -194,6 +194,20 @@ def tokenizer_files(model: Model, folder: Path | None) -> dict[str, str]:
             f"{folder} has ids up to {largest}, and {model.name} {model.vocab_size} tokens; name the tokenizer of its data"
         )
     return files
+
+
+def _check_tokenizer(receipt: Path, folder: Path | None) -> None:
+    """Refuse a tokenizer other than that of the run's receipt, if there is one and it names one."""
+    try:
+        trained = json.loads(receipt.read_text(encoding="utf-8"))["tokenizer"]["checksum"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    found = ByteTokenizer().checksum() if folder is None else folder_checksum(folder)
+    if trained not in (None, found):
+        raise CheckpointError(
+            f"{folder or 'the byte tokenizer'} has the checksum {found[:12]}, and the run was trained on text of one of "
+            f"checksum {trained[:12]} ({receipt}); pass --tokenizer FOLDER, the one that `data prepare` took"
+        )
 
 
 def _byte_tokenizer() -> dict[str, str]:

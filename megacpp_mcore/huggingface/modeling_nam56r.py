@@ -607,13 +607,13 @@ class NAM56RModel(NAM56RPreTrainedModel):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, past_key_values: NAM56RCache | None = None,
         inputs_embeds: Tensor | None = None, use_cache: bool | None = None, position_ids: Tensor | None = None,
         output_hidden_states: bool | None = None, output_attentions: bool | None = None, return_dict: bool | None = None,
-        **_: Any,
+        cache: NAM56RCache | None = None, **_: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """``input_ids [B, S] -> last_hidden_state [B, S, D]``, after the final norm; positions are those of the rows.
 
         Args:
             attention_mask: ``[B, T]``, 0 for padding, which stands on the left.
-            past_key_values: of an earlier call, which this one continues and extends.
+            past_key_values: of an earlier call, which this one continues and extends; ``cache`` since transformers 5.24.
             position_ids: ``[B, S]``; must not restart in a row, as those of packed documents do.
             output_hidden_states: whether to return what enters each layer, and what leaves the final norm.
         """
@@ -633,7 +633,7 @@ class NAM56RModel(NAM56RPreTrainedModel):
             )
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         runs_again = self.training and self.gradient_checkpointing  # which would extend a cache again
-        cache = past_key_values
+        cache = past_key_values if cache is None else cache
         if not isinstance(cache, NAM56RCache | None):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; expected an earlier call's NAM56RCache")
         if cache is None and use_cache and not runs_again:
@@ -666,16 +666,18 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
         past_key_values: NAM56RCache | None = None, inputs_embeds: Tensor | None = None, labels: Tensor | None = None,
         use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, position_ids: Tensor | None = None,
         output_hidden_states: bool | None = None, output_attentions: bool | None = None, return_dict: bool | None = None,
-        **kwargs: Any,
+        cache: NAM56RCache | None = None, **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """Return logits ``[B, S, vocabulary]``, of the last ``logits_to_keep`` rows if that is not 0, and with labels the loss.
 
         Args:
             labels: ``[B, S]``, the tokens themselves, -100 where no loss is wanted; the loss is of the next token.
         """
+        if unknown := [name for name, value in kwargs.items() if isinstance(value, NAM56RCache)]:
+            raise ValueError(f"the cache was passed as {unknown[0]}; expected cache or past_key_values")
         outputs = self.model(
             input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, position_ids, output_hidden_states,
-            output_attentions,
+            output_attentions, cache=cache,
         )  # fmt: skip
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, rows])
@@ -701,7 +703,8 @@ class NAM56RForCausalLM(NAM56RPreTrainedModel, GenerationMixin):
         drafts = self.config.mtp_depth if drafts is None else drafts
         wrong = {name: getattr(generation_config, name) for name in ("do_sample", "return_dict_in_generate")}
         wrong |= {"num_beams": (generation_config.num_beams or 1) > 1, "an empty prompt": not input_ids.numel()}
-        wrong |= {"a batch": len(input_ids) > 1, "padding": not inputs.get("attention_mask", input_ids + 1).all()}
+        mask = inputs.get("attention_mask")
+        wrong |= {"a batch": len(input_ids) > 1, "padding": mask is not None and not mask.all()}
         wrong[f"drafts={drafts} of {self.config.mtp_depth} depths"] = drafts < 1 or not self.config.mtp_depth
         if any(wrong.values()):
             names = ", ".join(name for name, is_wrong in wrong.items() if is_wrong)

@@ -221,7 +221,7 @@ def _prepare(stack: contextlib.ExitStack, chosen: Plan, recording: Recording, ve
     stack.enter_context(environment(launched.environment()))
     policy.check_memory(run)  # starts CUDA, which reads the environment once
     if chosen.has_own_spec:
-        sys.argv += _verified_data(chosen.arguments)
+        sys.argv += _verified_data(chosen.arguments, None if run.model is None else run.model.vocab_size)
     observed = observation.choose(chosen.arguments, settings=settings, **vars(recording))
     say(observed.describe())
     if on_gpus and observed.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -254,11 +254,11 @@ def _prepare(stack: contextlib.ExitStack, chosen: Plan, recording: Recording, ve
         import_named(*chosen.spec)
 
 
-def _verified_data(arguments: Sequence[str]) -> list[str]:
+def _verified_data(arguments: Sequence[str], vocab_size: int | None) -> list[str]:
     """Check the datasets once per host (hosts may have copies); return the arguments that give Megatron their cache folder."""
     from megacpp_mcore.data.arguments import cache_words, verify_arguments  # imports numpy, which --help does without
 
-    line = verify_arguments(arguments) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+    line = verify_arguments(arguments, vocab_size) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     words = cache_words(arguments)
     say(f"{line}; its indices are cached in {words[1]}" if words else line)
     return words

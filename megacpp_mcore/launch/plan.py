@@ -189,7 +189,8 @@ def _check_ranks(environment: Mapping[str, str], nproc: int) -> None:
             "unset them, or start the processes with torchrun or --nproc",
             code="ranks",
         )
-    is_alone = given.get("WORLD_SIZE", given.get("RANK", "1")) == "1" and given.get("LOCAL_RANK", "0") == "0"
+    is_one = given.get("WORLD_SIZE") == "1" or not {"RANK", "WORLD_SIZE"} & given.keys()
+    is_alone = is_one and given.get("LOCAL_RANK", "0") == "0"
     if not is_alone and (missing := [name for name in _NEEDED if not environment.get(name)]):
         raise LaunchError(
             f"the environment says that this is one of several processes, but does not hold {', '.join(missing)}; start "
@@ -261,6 +262,14 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
             "nor Megatron's fused softmax reads: tokens would attend to other documents; pass "
             "--dataloader-inter-document-masking instead, or --transformer-impl local --no-masked-softmax-fusion",
             code="mask-unread",
+        )
+    kept = [f"--no-{verb}-optim" for verb in ("save", "load") if f"--{verb}" in given and f"--no-{verb}-optim" not in given]
+    kept = [flag for flag in kept if flag == "--no-save-optim" or "--finetune" not in given]
+    if flags.first(given, "--optimizer") == "sgd" and kept and flags.first(given, "--ckpt-format") in (None, "torch_dist"):
+        raise LaunchError(
+            "Megatron cannot load the state of --optimizer sgd from its torch_dist checkpoints, and a run with it could not be "
+            f"resumed; add {' '.join(kept)}, or choose another optimizer",
+            code="optimizer-state",
         )
     if unsupported := [flag for flag in UNSUPPORTED if flag in given and script is None]:
         raise LaunchError(

@@ -23,6 +23,8 @@ with torch.no_grad():
     first = model(tokens[:, :cut], use_cache=True)
     steps = [model(tokens[:, i : i + 1], past_key_values=first.past_key_values).logits for i in range(cut, rows)]
     results["cached"] = torch.cat([first.logits, *steps], dim=1)
+    first = model(tokens[:, :cut], use_cache=True)  # as transformers 5.24 calls it
+    results["cached by its new name"] = model(tokens[:, cut:], cache=first.past_key_values).logits
     if only:
         torch.save(results, output)
         sys.exit()
@@ -91,6 +93,7 @@ for prompt, options in (
 restarts = torch.arange(tokens.shape[1]).remainder(tokens.shape[1] // 2)[None]
 for inputs in (
     {"input_ids": tokens, "position_ids": restarts},
+    {"input_ids": tokens, "kept": first.past_key_values},
     {"input_ids": tokens[:, :0]},
     {"input_ids": tokens, "output_attentions": True},
     {"input_ids": tokens[:0]},

@@ -113,6 +113,7 @@ def check_logits(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> No
     # The last token that multi-token prediction knows is another there.
     torch.testing.assert_close(found["ahead"][:, :-2], megatron["ahead"][:, :-2, :vocabulary], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["cached"], found["logits"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["cached by its new name"], found["logits"][:, CUT:], rtol=0, atol=1e-5)
 
 
 def test_logits_are_megatrons(found: dict[str, Any], megatron: dict[str, torch.Tensor]) -> None:
@@ -181,7 +182,7 @@ def test_speculative_decoding_gives_the_same_tokens(found: dict[str, Any]) -> No
 
 def test_what_the_layers_do_not_have_is_refused_and_hidden_states_are_there(found: dict[str, Any]) -> None:
     shapes = ("[1, 0]", "[0, 64]", "[64]", "zeros between", "[1, 4]; expected [1, 5]", "'AE'")
-    named = ("position_ids", shapes[0], "output_attentions", *shapes[1:])
+    named = ("position_ids", "passed as kept", shapes[0], "output_attentions", *shapes[1:])
     for message, values in zip(found["refused"][4:], named, strict=True):
         assert values in message
     count, by_the_last, first = found["states"]

@@ -157,6 +157,8 @@ def test_a_recipe_in_fp8_brings_its_settings(
     assert "MEGACPP_CONFIG" not in capsys.readouterr().err
     monkeypatch.delenv("MEGACPP_CONFIG")
     changed = tmp_path / "changed.yaml"
+    recipe(capsys, "emit", name, "--set", "dsa.topk=128", "train_iters=-1", "--settings", str(changed), status=2)
+    assert not changed.exists()
     recipe(capsys, "emit", name, "--set", "dsa.topk=128", "--settings", str(changed))
     kept = yaml.safe_load(changed.read_text(encoding="utf-8"))
     assert kept == yaml.safe_load(own.read_text(encoding="utf-8")) | {"overrides": {"dsa": {"topk": 128}}}

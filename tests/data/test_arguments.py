@@ -241,6 +241,9 @@ def test_a_tokenizer_that_changed_is_noticed(prefix: str, folder: Path, tmp_path
     words = ["--data-path", str(tmp_path / "words"), "--tokenizer-type", "HuggingFaceTokenizer"]
     words += ["--tokenizer-model", str(folder)]
     verify_arguments(words)
+    verify_arguments(words, 300)
+    with raises(DataError, folder, "300", "299"):
+        verify_arguments(words, 299)
     content = (folder / "tokenizer.json").read_text()
     swapped = content.replace('"document": 0', '"document": 1').replace('"short": 1', '"short": 0')
     swapped = swapped.replace('"document":0', '"document":1').replace('"short":1', '"short":0')

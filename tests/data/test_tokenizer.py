@@ -122,7 +122,13 @@ def test_a_trained_tokenizer_gives_every_text_back_and_knows_its_corpus(tmp_path
             train([tmp_path / "code.jsonl"], other, size, json_key="code")
     with raises(DataError, "'code', a str", "--json-key"):
         train([tmp_path / "code.jsonl"], other, 300)
+    (tmp_path / "empty.txt").touch()
+    with raises(DataError, tmp_path / "empty.txt"):
+        train([tmp_path / "empty.txt"], other, 300)
     assert not Path(other).exists()
+    words[-3:] = [other, "--vocab-size", "9999"]
+    assert cli.main(words) == 0
+    assert re.search(rf"{other}: \d{{3}} ids in place of 9999", capsys.readouterr().out)
 
 
 def test_bytes_of_specials(tmp_path: Path) -> None:

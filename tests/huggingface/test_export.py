@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from megacpp_mcore.checkpoints import layout
+from megacpp_mcore.data.tokenizer import ByteTokenizer, folder_checksum
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.huggingface import export
 from megacpp_mcore.model import hybrid, preset
@@ -35,3 +37,20 @@ def test_arguments_of_another_model(model_class: str, name: str, wrong: Callable
     setattr(found, name, wrong(getattr(found, name)))
     with raises(CheckpointError, says):
         export._check_trained(Path("saved"), MODEL, saved)
+
+
+def test_a_tokenizer_of_another_text(tmp_path: Path) -> None:
+    receipt, other = tmp_path / "receipt.json", tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    for content in ("", "[]", "{}", json.dumps({"tokenizer": {"checksum": None}})):
+        receipt.write_text(content)
+        export._check_tokenizer(receipt, other)
+    receipt.write_text(json.dumps({"tokenizer": {"checksum": ByteTokenizer().checksum()}}))
+    export._check_tokenizer(receipt, None)
+    with raises(CheckpointError, f"{other} has the checksum {folder_checksum(other)[:12]}", str(receipt)):
+        export._check_tokenizer(receipt, other)
+    receipt.write_text(json.dumps({"tokenizer": {"checksum": folder_checksum(other)}}))
+    export._check_tokenizer(receipt, other)
+    with raises(CheckpointError, "the byte tokenizer"):
+        export._check_tokenizer(receipt, None)

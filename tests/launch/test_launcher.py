@@ -239,7 +239,7 @@ def test_what_stock_would_miss_in_a_traceback_is_named_at_once(name: str, tmp_pa
     ("environment", "code", "value"),
     [
         ({"WORLD_SIZE": "4"}, "ranks-missing", "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "3"}, "ranks-missing", "WORLD_SIZE, LOCAL_RANK"),
+        *(({"RANK": rank}, "ranks-missing", "WORLD_SIZE, LOCAL_RANK") for rank in "013"),
         ({"LOCAL_RANK": "1"}, "ranks-missing", "RANK, WORLD_SIZE"),
         (RANKS | {"MASTER_ADDR": ""}, "ranks-missing", " MASTER_ADDR;"),
         (RANKS | {"MASTER_PORT": "0"}, "", "MASTER_PORT is '0'"),
@@ -269,6 +269,7 @@ def test_an_environment_of_a_job_that_is_not_whole_is_refused(environment: dict[
         ("", {"nproc": 0}, "", ["--nproc is 0"]),
         ("", {"nproc": 2, "environment": RANKS}, "", ["--nproc 2", "torchrun"]),
         ("", {"nproc": 2, "environment": {"SLURM_STEP_NUM_TASKS": "2"}}, "", ["SLURM_STEP_NUM_TASKS=2"]),
+        ("--optimizer sgd --save s --save-interval 1", {}, "optimizer-state", ["add --no-save-optim,"]),
         ("--hybrid-context-parallel --sft", {}, "unsupported", ["--sft, --hybrid-context-parallel;"]),
         ("--yaml-cfg=x.yaml", {}, "", ["--yaml-cfg", "--spec"]),
         ("--no-observe=1", {}, "", ["--no-observe=1", "`--`"]),
@@ -420,10 +421,10 @@ def test_data_is_checked_once_per_host(damaged: str, monkeypatch: pytest.MonkeyP
     """Rank 9 is the first of the second host, which may have a damaged copy of what rank 0 sees."""
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launcher._verified_data(["--data-path", damaged])[0] == "--data-cache-path"
+    assert launcher._verified_data(["--data-path", damaged], 260)[0] == "--data-cache-path"
     monkeypatch.setenv("LOCAL_RANK", "0")
     with raises(DataError, damaged + ".bin"):
-        launcher._verified_data(["--data-path", damaged])
+        launcher._verified_data(["--data-path", damaged], 260)
 
 
 def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(damaged: str, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ _UNUSED: Mapping[tuple[str, ...], str] = {
     ("--moe-use-upcycling",): "makes experts from a dense model's layers, which the model does not have",
     ("--cpu-offloading-num-layers",): "offloads activations of Megatron's layers only; recompute saves memory, too",
     ("--rampup-batch-size",): "is no longer passed on by Megatron; --step-batch-size-schedule makes batches grow",
-    ("--freeze-all-layers",): "is not applied by Megatron to a model of a spec of its own",
+    ("--freeze-all-layers",): "freezes no layer of the model with Megatron 0.19",
     ("--init-method-xavier-uniform",): "is another initialization than the model's",
     ("--head-lr-mult",): "is used by no model of Megatron's",
     ("--sft",): "reads conversations, but the model trains on texts of `megacpp-mcore data prepare`",

@@ -263,12 +263,12 @@ def _check_supported(script: Path | None, arguments: Sequence[str], spec: Sequen
             "--dataloader-inter-document-masking instead, or --transformer-impl local --no-masked-softmax-fusion",
             code="mask-unread",
         )
-    kept = [f"--no-{verb}-optim" for verb in ("save", "load") if f"--{verb}" in given and f"--no-{verb}-optim" not in given]
-    kept = [flag for flag in kept if flag == "--no-save-optim" or "--finetune" not in given]
-    if flags.first(given, "--optimizer") == "sgd" and kept and flags.first(given, "--ckpt-format") in (None, "torch_dist"):
+    state = {"--no-save-optim": "--save" in given, "--no-load-optim": "--load" in given and "--finetune" not in given}
+    missing = [flag for flag, is_needed in state.items() if is_needed and flag not in given]
+    if missing and flags.first(given, "--optimizer") == "sgd" and flags.first(given, "--ckpt-format") in (None, "torch_dist"):
         raise LaunchError(
             "Megatron cannot load the state of --optimizer sgd from its torch_dist checkpoints, and a run with it could not be "
-            f"resumed; add {' '.join(kept)}, or choose another optimizer",
+            f"resumed; add {' '.join(missing)}, or choose another optimizer",
             code="optimizer-state",
         )
     if unsupported := [flag for flag in UNSUPPORTED if flag in given and script is None]:

@@ -36,9 +36,12 @@ TWINS = {
     "without R": ("NAM56R without R", 250_758_176),
     "without M": ("NAM56R without M", 315_428_624),
     "without E": ("NAM56R without E", 132_329_504),
+    "without A": ("NAM56R without A", 223_583_040),
+    "windows": ("NAM56R, windows in place of DSA", 237_183_552),
+    "prediction": ("NAM56R with MTP", 244_429_504),
 }
 """For each arm of that file, the model and its parameters, as Megatron counts them."""
-SHARED = ("full attention", "without R")
+SHARED = ("full attention", "without R", "windows", "prediction")
 """Arms of that file whose only run shared its card with another: their speed says nothing."""
 
 Row = Mapping[str, str]

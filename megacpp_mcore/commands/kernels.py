@@ -41,4 +41,6 @@ def run(args: argparse.Namespace) -> int:
     )
     for result in failed:
         print(f"{result.kernel}: {result.error}")
+    if errors := [result.launcher_error for result in built if result.launcher_error]:
+        print(f"{len(errors)} of them will still run the C compiler at their first launch: {errors[0]}")
     return int(bool(failed))

@@ -2,7 +2,8 @@
 
 Kernels are compiled at first launch, one after another: half a minute of a cold start of ``nam56r``. What a kernel is
 compiled for (Triton's own description, ``JITFunction.preload``) is known from an earlier start. With it, many processes can
-fill Triton's cache in parallel, for an image, or while the model is built; launches then hit the cache.
+fill Triton's cache in parallel, for an image, or while the model is built; launches then hit the cache. The same goes for the
+C function that launches a kernel, for which Triton 3.6 runs the C compiler.
 """
 
 # mypy: allow-untyped-defs
@@ -16,7 +17,9 @@ import importlib
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +34,13 @@ _PACKAGE = "megacpp_mcore."
 
 
 class Built(NamedTuple):
-    """Build result of one kernel: its name, whether the cache had it, and the error, or an empty string."""
+    """Build result of one kernel: its name, whether the cache had it, and the errors of the kernel and of the function that
+    launches it, or empty strings."""
 
     kernel: str
     was_cached: bool
     error: str
+    launcher_error: str = ""
 
 
 def here() -> dict[str, Any]:
@@ -131,13 +136,23 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
             importlib.import_module(module)
     context = multiprocessing.get_context("fork")  # of what has been imported
     try:
-        with concurrent.futures.ProcessPoolExecutor(jobs, context, end_with_the_parent) as pool:
+        with _linked(), concurrent.futures.ProcessPoolExecutor(jobs, context, end_with_the_parent) as pool:
             return list(pool.map(_build, described))
     except concurrent.futures.BrokenExecutor as error:
         raise DataError(
             f"one of {jobs} compiling processes ended abruptly, usually out of memory, else by a crash of Triton's compiler; "
             "run it again with fewer --jobs: kernels compiled so far are in the cache"
         ) from error
+
+
+@contextlib.contextmanager
+def _linked() -> Iterator[None]:
+    """Within the context, Triton links what it compiles with an empty libcuda: a host without a GPU has no other."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder):
+        command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", os.devnull, "-o", f"{folder}/libcuda.so.1"]
+        with contextlib.suppress(OSError):  # without a compiler, each launcher's error says so
+            subprocess.run([*command, "-Wl,-soname,libcuda.so.1"], check=False, stderr=subprocess.DEVNULL)
+        yield
 
 
 class _Target:
@@ -155,6 +170,8 @@ def _build(line: str) -> Built:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from megacpp_mcore.ops.triton_launch import DIRECT
+
     content: Mapping[str, Any] = json.loads(line)
     name = json.loads(content["kernel"])["name"]
     module, _, attribute = name.rpartition(".")
@@ -163,10 +180,23 @@ def _build(line: str) -> Built:
     driver.set_active(_Target(GPUTarget(*content["target"])))
     try:
         with mock.patch.object(triton.knobs.compilation, "listener", functools.partial(_listen, hits)):
-            getattr(importlib.import_module(module), attribute).preload(content["kernel"])
+            kernel = getattr(importlib.import_module(module), attribute).preload(content["kernel"])
     except Exception as error:  # a kernel that has changed since is compiled at launch
-        return Built(name, False, f"{type(error).__name__}: {error}".partition("\n")[0])
+        return Built(name, False, _line(error))
+    try:
+        if DIRECT and content["target"][0] == "cuda":
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(kernel.src, kernel.metadata)
+    except ImportError:  # compiled and cached, but nothing to load it with: no driver here
+        pass
+    except Exception as error:  # then that is also compiled at launch
+        return Built(name, all(hits), "", _line(error))
     return Built(name, all(hits), "")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _listen(hits: list[bool], *, cache_hit: bool, **_: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 
 from megacpp_mcore.ops import adam, builds
 
@@ -30,7 +32,10 @@ class Driver:
         self.utils = self
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """What a compiled kernel calls for a launch."""
+        """What a compiled kernel calls for a launch; with a library to link, after compiling what the real driver does."""
+        if "TRITON_LIBCUDA_PATH" in os.environ:
+            with contextlib.suppress(ImportError):  # of the driver, when it is loaded
+                CudaLauncher(source, metadata)
         return lambda *launched: self.launches.append((source, *launched))
 
     def get_current_target(self) -> GPUTarget:

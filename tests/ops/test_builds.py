@@ -57,7 +57,25 @@ def test_a_launch_finds_what_was_built(run: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     done = forks.run(["-m", "megacpp_mcore", "kernels", "build", str(run), "--jobs", "2"], timeout=120)
     assert done.stdout.startswith("2 kernels compiled, 0 were in the cache, 0 failed; ")
-    assert launched(tmp_path, tmp_path / "gone" / builds.FILE) == [True, True, False]  # the record cannot be written
+    launchers = {*tmp_path.glob("*/__triton_launcher*.so")}
+    assert len(launchers) == 2
+    with builds._linked():
+        assert launched(tmp_path, tmp_path / "gone" / builds.FILE) == [True, True, False]  # the record cannot be written
+    compiled = {*tmp_path.glob("*/__triton_launcher*.so")}
+    assert launchers < compiled
+    assert len(compiled) == 3  # no other for the two kernels
+
+
+def test_without_a_c_compiler_only_launchers_are_missing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    assert kernels.run(argparse.Namespace(folder=str(run), jobs=1)) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 kernels compiled, 0 were in the cache, 0 failed; ")
+    assert "2 of them will still run the C compiler" in printed
+    assert str(tmp_path / "none") in printed
 
 
 def test_a_triton_without_the_method_that_describes_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

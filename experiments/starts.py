@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from megacpp_mcore.arguments.lowering import lower
@@ -28,9 +30,14 @@ from megacpp_mcore.settings import VARIABLE
 STARTS = ("first, cold", "second, cold", "kernels built, cold", "warm")
 """New caches; new caches; new caches, with kernels by ``kernels build``; the same caches again."""
 STEPS = 4
+MARKS = {
+    "initialized_s": "after megatron is initialized",
+    "built_s": "after model, optimizer, and learning rate scheduler are built",
+}
+"""Columns of the seconds to points of Megatron's log, by its words."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 COLUMNS = (
-    "recipe", "start", "device", "cores", "startup_s", "compile_s", "first_s", "second_s", "added", *PACKAGES, "commit",
+    "recipe", "start", "device", "cores", *MARKS, "startup_s", "compile_s", "first_s", "second_s", "added", *PACKAGES, "commit",
 )  # fmt: skip
 
 
@@ -75,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, phases in (("startup", ["startup"]), ("compile", ["compile", "jit"]))
         }
         spent |= {f"{name}_s": last.spans[end].at - last.began_ns for name, end in zip(("first", "second"), ends, strict=True)}
+        printed = (run / "megatron_rank_00000.log").read_text(errors="replace")
+        for name, mark in MARKS.items():
+            moment = datetime.fromisoformat(re.findall(rf"\[{mark}\] datetime: (.*\d)", printed)[-1])
+            spent[name] = int(moment.timestamp() * 1e9) - last.began_ns
         row = {"recipe": args.recipe, "start": start, "device": device_name(training.device)}
         added = receipts.read(run)["cache"]["added"] or {}
         row |= {
@@ -83,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         row |= {name: f"{nanoseconds / 1e9:.2f}" for name, nanoseconds in spent.items()} | versions(*PACKAGES)
         table.append(row)
-        print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:9]), flush=True)
+        print("  ".join(f"{name} {row[name]}" for name in COLUMNS[1:11]), flush=True)
     return 0
 
 

@@ -35,6 +35,19 @@ def test_every_answer_stands_once_in_reach_and_was_last_at_its_distance(length: 
     assert not np.array_equal(others, tokens_L)
 
 
+def test_a_drill_is_a_few_needles_again_and_again() -> None:
+    numbers = set[int]()
+    for number in range(40):
+        tokens_L = recall.drill(257, 128, 1, number)
+        assert (len(tokens_L), tokens_L[-1]) == (257, recall.EOD)
+        needles = {int(key): int(value) for key, value in tokens_L[:-1].reshape(-1, 2)}
+        assert [needles[int(key)] for key in tokens_L[:-1:2]] == tokens_L[1:-1:2].tolist()
+        assert recall.FILLERS <= min(needles) <= max(needles) < 64 <= min(needles.values()) <= max(needles.values()) < 128
+        numbers.add(len(needles))
+    assert 2 == min(numbers) < max(numbers) <= recall.DRILLED
+    assert np.array_equal(recall.drill(257, 128, 1, number), tokens_L)
+
+
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match=r" 4096 .* 160 .* 128 .* 32;"):
         recall.row(4096, 128, 1, 0)
@@ -44,14 +57,14 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 
 def test_a_dataset_has_a_document_a_row(tmp_path: Path) -> None:
     prefix = tmp_path / "rows" / "train"
-    words = ["--length", "256", "--vocab-size", "128", "--rows", "3", "--seed", "5"]
+    words = ["--length", "256", "--vocab-size", "128", "--rows", "3", "--drills", "2", "--seed", "5"]
     assert recall.main(["data", str(prefix), *words]) == 0
     index, manifest = read_index(str(prefix)), load_manifest(str(prefix))
-    assert index.lengths_S.tolist() == [256] * 3
+    assert index.lengths_S.tolist() == [256] * 5
     assert manifest.tokenizer["vocab_size"] == 128
     assert manifest.tokenizer["eod_id"] == recall.EOD
-    rows = np.concatenate([recall.row(256, 128, 5, number)[0] for number in range(3)])
-    assert np.array_equal(index.open_tokens(), rows)
+    drills, rows = [recall.drill(256, 128, 5, n) for n in range(2)], [recall.row(256, 128, 5, n)[0] for n in range(3)]
+    assert np.array_equal(index.open_tokens(), np.concatenate(drills + rows))
 
 
 def test_answers_are_counted_by_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -92,11 +92,13 @@ class Plan:
 class Encoded(NamedTuple):
     """A tokenized piece: for each document its split's number, its tokens and the bytes of its text.
 
-    ``sha256`` is of the whole source, if the piece is its last one; otherwise empty.
+    ``empty`` counts the documents without text, which are left out. ``sha256`` is of the whole source, if the piece is its
+    last one; otherwise empty.
     """
 
     documents: list[tuple[int, np.ndarray[Any, Any], int]]
     skipped: list[Skipped]
+    empty: int
     sha256: str
 
 
@@ -137,7 +139,7 @@ def prepare(
     command += ["--json-key", json_key] if json_key != JSON_KEY else []
     plan = Plan(
         output=output,
-        sources=find_sources(inputs, globs),
+        sources=find_sources(inputs, globs, json_key),
         command=shlex.join(command),
         tokenizer_name=tokenizer,
         split=split,
@@ -231,6 +233,7 @@ def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
     text_bytes = [0 for _ in built]
     hashes: dict[int, str] = {}
     skipped: list[Skipped] = []
+    empty = Counter[str]()
     with closing(_encode_all(plan, cut_sources(plan.sources, PIECE_BYTES), workers)) as results:
         for piece, encoded in _reported(results, plan.sources):
             for side, tokens, size in encoded.documents:
@@ -238,7 +241,11 @@ def _build(plan: Plan, folder: Path, workers: int) -> list[str]:
                 documents[side, piece.number] += 1
                 text_bytes[side] += size
             skipped += encoded.skipped
+            empty[piece.source.relative] += encoded.empty
             hashes[piece.number] = encoded.sha256
+    if total := empty.total():
+        most = ", ".join(f"{count} in {name}" for name, count in empty.most_common(3) if count)
+        print(f"documents without text left out: {total}, of them {most}", file=sys.stderr)
     for side, name in enumerate(plan.shares):
         if not documents[side].any():  # Megatron cannot open an empty dataset
             why = ". {} were skipped, the first in {relative}, offset {offset}: {reason}" if skipped else ""
@@ -347,17 +354,18 @@ def _encode_piece(plan: Plan, piece: Piece, tokenizer: Tokenizer) -> Encoded:
     """Tokenize the documents that begin in a piece."""
     skipped: list[Skipped] = []
     shares = plan.shares.values()
-    documents = [
-        (choose_split(key, shares), _encode(plan, tokenizer, text, piece.source), len(text))
-        for key, text in read_documents(piece, skipped if plan.skip_errors else None, plan.json_key)
-    ]
+    documents, empty = list[tuple[int, np.ndarray[Any, Any], int]](), 0
+    for key, text in read_documents(piece, skipped if plan.skip_errors else None, plan.json_key):
+        empty += not text
+        if text:
+            documents.append((choose_split(key, shares), _encode(plan, tokenizer, text, piece.source), len(text)))
     digest = hash_file(piece.source.path) if piece.stop == piece.source.size else ""
     if make_source(Path(piece.source.path), piece.source.relative) != piece.source:
         raise DataError(
             f"{piece.source.path} changed while it was being read; expected sources that do not change: run it again",
             code="changed",
         )
-    return Encoded(documents, skipped, digest)
+    return Encoded(documents, skipped, empty, digest)
 
 
 def _encode(plan: Plan, tokenizer: Tokenizer, text: bytes, source: Source) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 A file is one document; of JSON lines (``.jsonl``, ``.ndjson``, ``.json``, in any case) each line is one, the string under a
 key, and of Parquet each row, the string in that column. Files may be packed (``.gz``, ``.zst``). Documents without text are
-left out. Text is UTF-8 and is kept byte for byte: no newline translation, no byte-order-mark removal.
+yielded empty. Text is UTF-8 and is kept byte for byte: no newline translation, no byte-order-mark removal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst"
 _LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
 _TABLE = ".parquet"
-_UNKNOWN = (".xz", ".bz2", ".zip", ".tar", ".tgz", ".arrow")
+_UNKNOWN = dict.fromkeys((".xz", ".bz2", ".zip", ".tar", ".tgz", ".arrow"), "is not text; unpack it first") | dict.fromkeys(
+    (".csv", ".tsv"), "is a table; write each row's text to JSON lines, or name the file .txt to take it as one document"
+)
+"""Suffixes of files that are not read, and why."""
 _STARTS = {
     b"\x1f\x8b": "gzip: name the file .gz",
     b"\x28\xb5\x2f\xfd": "Zstandard: name the file .zst",
@@ -42,6 +45,9 @@ _STARTS = {
     b"\xfe\xff": "UTF-16: convert it by iconv",
 }
 """What a file is that begins so, and what to do."""
+_NULS = 20
+"""Text of which more than one byte in so many is NUL is in another encoding, such as UTF-16, where each space has one."""
+_WIDE = "NUL bytes, as in UTF-16 without a byte-order mark: convert it, as by iconv -f UTF-16LE -t UTF-8"
 JSON_KEY = "text"
 LEFT_OUT = (".*", "__pycache__")
 """Names of files and folders that are ignored in a folder."""
@@ -118,7 +124,7 @@ def make_source(path: Path, relative: str) -> Source:
     return Source(relative, str(path), status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
 
 
-def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] = ()) -> list[Source]:
+def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] = (), json_key: str = JSON_KEY) -> list[Source]:
     """Return the files of ``inputs``, sorted by relative path.
 
     An INPUT that is a file is taken as it is. A folder is searched recursively for names that match one of ``globs``
@@ -127,7 +133,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
 
     Raises:
         DataError: an INPUT does not exist or cannot be read, nothing was found, two files would share a relative path,
-            or one file was found twice.
+            one file was found twice, or none can have ``json_key``.
     """
     patterns = tuple(globs) or DEFAULT_GLOBS
     sources: list[Source] = []
@@ -154,6 +160,11 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
         raise DataError(
             f"no file in {', '.join(str(i) for i in inputs)} matches {' '.join(patterns)}; "
             "name the files to take with --glob, for example --glob '*.rst'"
+        )
+    if json_key != JSON_KEY and not any(source.are_lines or source.is_table for source in sources):
+        raise DataError(
+            f"--json-key {json_key} names a key of JSON lines or a column of Parquet, and {len(sources)} files, from "
+            f"{sources[0].path}, are neither by their names: name one .jsonl or .parquet, or remove the flag"
         )
     return sources
 
@@ -297,8 +308,8 @@ def read_documents(piece: Piece, skipped: list[Skipped] | None, json_key: str = 
     if piece.lines is not None:
         yield from _read_lines(piece, io.BytesIO(piece.lines), skipped, json_key)
         return
-    if (name := source.relative.lower().removesuffix(".gz").removesuffix(".zst")).endswith(_UNKNOWN):
-        _refuse(source, 0, f"{os.path.splitext(name)[1]} is not text; unpack it first", skipped)
+    if (name := source.relative.lower().removesuffix(".gz").removesuffix(".zst")).endswith(tuple(_UNKNOWN)):
+        _refuse(source, 0, f"{(suffix := os.path.splitext(name)[1])} {_UNKNOWN[suffix]}", skipped)
         return
     with _opened(source) as (_, stream):
         if source.are_lines:
@@ -310,6 +321,9 @@ def read_documents(piece: Piece, skipped: list[Skipped] | None, json_key: str = 
     except UnicodeDecodeError as error:
         _refuse(source, error.start, _undecodable(text, error), skipped)
         return
+    if text.count(0) * _NULS > len(text):
+        _refuse(source, text.index(0), _WIDE, skipped)
+        return
     first, _, rest = text.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     second, record = rest.lstrip().partition(b"\n")[0], _record(first)
     if isinstance(record.get(json_key), str) or (record and (not second or _record(second))):
@@ -320,7 +334,7 @@ def read_documents(piece: Piece, skipped: list[Skipped] | None, json_key: str = 
             f"JSON lines begin there, with {keys}: name the file .jsonl, and their key with --json-key",
             skipped,
         )
-    elif text:
+    else:
         yield source.relative, text
 
 
@@ -344,7 +358,7 @@ def _read_lines(piece: Piece, stream: BinaryIO, skipped: list[Skipped] | None, j
     for line in stream:
         if piece.lines is None and offset >= piece.stop:
             return
-        if line.strip() and (text := _parse_line(piece.source, line, offset, skipped, json_key)):
+        if line.strip() and (text := _parse_line(piece.source, line, offset, skipped, json_key)) is not None:
             # A line has no name: its text is the key, so copies of one text fall on one side of a split.
             yield hashlib.sha256(text).hexdigest(), text
         offset += len(line)
@@ -373,26 +387,39 @@ def _read_rows(piece: Piece, skipped: list[Skipped] | None, column: str) -> Iter
                 continue
         if not isinstance(value, str):
             _refuse(piece.source, row, f"the value of {column!r} is a {type(value).__name__}, not a string", skipped)
-        elif value:
+        else:
             text = value.encode("utf-8")
             yield hashlib.sha256(text).hexdigest(), text
 
 
-def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None, json_key: str) -> bytes:
-    """Return the text of one JSON line; empty when it was skipped."""
+def _parse_line(source: Source, line: bytes, offset: int, skipped: list[Skipped] | None, json_key: str) -> bytes | None:
+    """Return the text of one JSON line; None when it was skipped."""
     try:
         record = json.loads(line.decode("utf-8"))
         items = record if isinstance(record, dict) else {}
         if isinstance(text := items.get(json_key), str):
             return text.encode("utf-8")
         keys = "; ".join(f"{key!r}, a {type(value).__name__}" for key, value in list(items.items())[:8])
-        found = f"found {keys}: --json-key names another" if keys else "found no object with keys"
+        found = f"found {keys}: --json-key names another" if keys else f"found no object with keys{_hint(line, record)}"
         raise ValueError(f"no string under the key {json_key!r}; {found}")
     except UnicodeDecodeError as error:
         _refuse(source, offset + error.start, _undecodable(line, error), skipped)
     except (ValueError, RecursionError) as error:
-        _refuse(source, offset, f"the JSON line that begins there is not usable: {error}", skipped)
-    return b""
+        _refuse(source, offset, f"the JSON line that begins there is not usable: {error}{_hint(line, error)}", skipped)
+    return None
+
+
+def _hint(line: bytes, found: object) -> str:
+    """Say what a JSON line is in place of an object, and what to do; ``found``: its value, or why it has none."""
+    if isinstance(found, list) or (isinstance(found, json.JSONDecodeError) and found.pos >= len(found.doc.rstrip())):
+        return "; JSON over many lines, or in an array, becomes JSON lines by jq -c . or, of an array, jq -c '.[]'"
+    if not isinstance(found, json.JSONDecodeError):
+        return ""
+    if line.startswith(codecs.BOM_UTF8):
+        return "; it begins with a byte-order mark, which JSON has not: remove it, as by sed '1s/^\\xef\\xbb\\xbf//'"
+    if b"\0" in line:
+        return f"; it holds {_WIDE}"
+    return "; its lines end with CR alone: convert them, as by tr '\\r' '\\n'" if b"\r" in line.strip() else ""
 
 
 def _undecodable(text: bytes, error: UnicodeDecodeError) -> str:

@@ -188,7 +188,7 @@ def train(
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=levels.alphabet(), show_progress=False
     )
-    pieces = cut_sources(find_sources(inputs, globs), 1 << 24)
+    pieces = cut_sources(find_sources(inputs, globs, json_key), 1 << 24)
     texts = (text.decode("utf-8") for piece in pieces for _, text in read_documents(piece, None, json_key))
     made.train_from_iterator(texts, trainer)
     if made.get_vocab_size() == BYTE_COUNT + 1:

@@ -27,6 +27,7 @@ from megacpp_mcore.data.corpus import find_stdlib_sources, prepare_stdlib_corpus
 from megacpp_mcore.data.manifest import load_manifest, verify
 from megacpp_mcore.data.prepare import prepare
 from megacpp_mcore.data.sources import find_sources, parse_split
+from megacpp_mcore.data.tokenizer import train
 from megacpp_mcore.errors import DataError
 from tests import forks
 from tests.data.hugging_face import save_words
@@ -337,18 +338,44 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
         ("meta.txt", b'{"meta": 1}\n\n{"text": "one"}\n', ["'meta'", ".jsonl", "--json-key"]),
         ("lines.jsonl.xz", b"\xfd7zXZ\x00\x80", ["offset 0", ".xz", "unpack"]),
         ("text.TAR.gz", gzip.compress(b"a.txt\0\0text", mtime=0), [".tar", "unpack"]),
-        ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects"]),
-        ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object"]),
+        ("whole.json", b'{\n "text": "one"\n}\n', ["offset 0", "JSON objects", "jq -c ."]),
+        ("whole.jsonl", b'[{"text": "one"},\n{"text": "two"}]\n', ["offset 0", "JSON objects", "jq -c '.[]'"]),
+        ("list.json", b'[{"text": "one"}]\n', ["'text'", "no object", "jq -c '.[]'"]),
+        ("returns.jsonl", b'{"text": "one"}\r{"text": "two"}\r', ["offset 0", "CR alone", "tr"]),
+        ("wide.jsonl", '{"text": "one"}\n'.encode("utf-16-le"), ["offset 0", "UTF-16", "iconv"]),
+        ("wide.md", "some words".encode("utf-16-be"), ["offset 0", "UTF-16", "iconv"]),
+        ("wide.py", "слова и слова".encode("utf-16-le"), ["NUL", "UTF-16", "iconv"]),
+        ("rows.csv", b"id,text\n1,one\n", [".csv is a table", ".txt"]),
+        ("rows.TSV.gz", gzip.compress(b"id\ttext\n", mtime=0), [".tsv is a table", ".txt"]),
         ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text", "UTF-16"]),
         ("packed.txt", gzip.compress(b"text", mtime=0), ["0x8b", "UTF-8 text", ".gz"]),
         ("packed.jsonl", gzip.compress(b'{"text": "one"}', mtime=0), ["0x8b", "JSON objects", ".gz"]),
-        ("mark.jsonl", b'\xef\xbb\xbf{"text": "one"}\n', ["UTF-8 BOM"]),
+        ("mark.jsonl", b'\xef\xbb\xbf{"text": "one"}\n', ["UTF-8 BOM", "remove it"]),
     ],
 )
 def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
     (tmp_path / name).write_bytes(content)
     with raises(DataError, name, *values):
         run(tmp_path / name, tmp_path / "set")
+
+
+def test_documents_without_text_are_counted_and_named(texts, tmp_path, capsys):
+    (texts / "more.jsonl").write_text('{"text": ""}\n' * 3 + '{"text": "one"}\n')
+    run(texts, tmp_path / "set", workers=2)
+    said = "documents without text left out: 5, of them 3 in more.jsonl, 1 in empty.md, 1 in records.jsonl"
+    assert said in capsys.readouterr().err.splitlines()
+    (tmp_path / "empty.txt").touch()
+    with raises(DataError, "none of 0 documents"):
+        run(tmp_path / "empty.txt", tmp_path / "other")
+    assert "left out: 1, of them 1 in empty.txt" in capsys.readouterr().err
+
+
+def test_a_json_key_without_json_is_refused(texts, tmp_path):
+    text = texts / "part1" / "01.txt"
+    with raises(DataError, "--json-key code", text, ".jsonl"):
+        run(text, tmp_path / "set", json_key="code")
+    with raises(DataError, "--json-key code", text):
+        train([text], str(tmp_path / "words"), 300, json_key="code")
 
 
 def test_a_byte_order_mark_before_text_is_kept(tmp_path):
@@ -366,7 +393,9 @@ def test_a_packed_file_gives_what_it_holds(texts, tmp_path, capsys):
     for number, options in enumerate(({}, {"workers": 2})):
         (found,) = run(packed, tmp_path / f"packed{number}", **options)
         assert Path(found + ".bin").read_bytes() == Path(plain + ".bin").read_bytes()
-        assert "\n1/1 files" in "\n" + capsys.readouterr().err.splitlines()[-1]
+        done, left_out = capsys.readouterr().err.splitlines()[-2:]
+        assert done.startswith("1/1 files")
+        assert left_out == "documents without text left out: 1, of them 1 in records.JSONL.gz"
         (source,) = verify(found).sources["list"]
         assert source["sha256"] == hashlib.sha256(packed.read_bytes()).hexdigest()
         assert (source["bytes"], source["documents"]) == (packed.stat().st_size, 40)

@@ -19,6 +19,7 @@ from megacpp_mcore.arguments import read as reading
 from megacpp_mcore.arguments.lowering import SCRIPTS, lower
 from megacpp_mcore.arguments.stock_command import DATA_VARIABLE, LAUNCH, WAYS, Slurm, StockCommand
 from megacpp_mcore.commands import model_card
+from megacpp_mcore.data.readable import refuse_suffix
 from megacpp_mcore.errors import LaunchError, ModelError
 from megacpp_mcore.launch import plan
 from megacpp_mcore.model import PRESETS, Layout, Model, hybrid, memory, preset
@@ -281,6 +282,7 @@ def command_of(args: argparse.Namespace) -> StockCommand:
     if model == original and args.settings is not None:
         raise LaunchError(f"--settings {args.settings} is for a model that --set changes, but nothing is changed; remove it")
     if args.data is not None and not os.path.exists(args.data + ".idx"):
+        refuse_suffix(args.data)
         print(f"note: there is no {args.data}.idx; the command needs a prepared dataset there", file=sys.stderr)
     if "processes" in of_training:
         raise LaunchError("the number of processes is --nodes × --gpus-per-node; use those options instead of --set")

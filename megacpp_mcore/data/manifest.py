@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megacpp_mcore.data.index import DatasetIndex, read_index, size_of
-from megacpp_mcore.data.readable import hash_file, require_readable
+from megacpp_mcore.data.readable import hash_file, refuse_suffix, require_readable
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util.files import replace
 
@@ -100,6 +100,7 @@ def load_manifest(prefix: str) -> Manifest:
         return Manifest(**body)
     except FileNotFoundError as error:
         if not any(os.path.exists(prefix + suffix) for suffix in (".bin", ".idx")):
+            refuse_suffix(prefix)
             folder = Path(prefix).parent
             known = ", ".join(sorted(path.stem for path in folder.glob("*.idx")))
             there = f"in {folder} there {f'are {known}' if known else 'is none'}"
@@ -193,6 +194,7 @@ def adopt(
     Raises:
         DataError: the dataset has a manifest, is damaged, or contradicts what was said about it.
     """
+    refuse_suffix(prefix)
     path = manifest_path(prefix)
     if os.path.exists(path):
         raise DataError(

@@ -31,7 +31,7 @@ import filelock  # which torch requires
 import numpy as np
 
 from megacpp_mcore.data.manifest import describe_sources, describe_tokenizer, manifest_path, write_manifest
-from megacpp_mcore.data.readable import hash_file, refuse_remote
+from megacpp_mcore.data.readable import hash_file, refuse_remote, refuse_suffix
 from megacpp_mcore.data.sources import (
     JSON_KEY,
     Piece,
@@ -158,8 +158,11 @@ def carry_out(plan: Plan, workers: int = 1) -> list[str]:
     """
     if workers < 1:
         raise DataError(f"found {workers} workers; expected at least 1")
-    if not os.path.basename(plan.output):
-        raise DataError(f"output {plan.output!r} names a folder; expected a path prefix such as {plan.output}corpus")
+    if os.path.basename(plan.output) in ("", ".", ".."):
+        raise DataError(
+            f"output {plan.output!r} names a folder; expected a path prefix such as {os.path.join(plan.output, 'corpus')}"
+        )
+    refuse_suffix(plan.output)
     try:
         with _building(plan.output) as folder:
             _refuse_existing(plan)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util.files import sha256_of
 
+_SUFFIXES = (".bin", ".idx", ".manifest.json")
+
 
 @contextmanager
 def require_readable(path: str | os.PathLike[str]) -> Iterator[None]:
@@ -28,6 +30,15 @@ def refuse_remote(*paths: str | os.PathLike[str]) -> None:
         raise DataError(
             f"{os.fspath(far)} is in an object store, whose files cannot be checked against a manifest; expected a path of a "
             "file system: copy it to one, or mount the bucket"
+        )
+
+
+def refuse_suffix(prefix: str) -> None:
+    """Raise DataError if ``prefix`` has the suffix of a dataset's file, unless there is a dataset of just that prefix."""
+    bare = next((prefix.removesuffix(suffix) for suffix in _SUFFIXES if prefix.endswith(suffix)), None)
+    if bare is not None and not os.path.exists(prefix + ".idx"):
+        raise DataError(
+            f"{prefix} is the name of a dataset's file; expected its prefix, without a suffix: give {bare or 'a name'}"
         )
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megacpp_mcore.commands import cli
 from megacpp_mcore.commands import data as command
+from megacpp_mcore.data.arguments import verify_arguments
 from megacpp_mcore.errors import DataError
 from tests import forks
 from tests.errors import raises
@@ -104,3 +106,29 @@ def test_workers_must_be_positive(tmp_path, prefix):
         data("prepare", str(tmp_path), "--output", prefix, "--workers", "0")
     with raises(DataError, f"'{tmp_path}/'", f"{tmp_path}/corpus"):
         data("prepare", str(tmp_path), "--output", str(tmp_path) + "/")
+
+
+@pytest.mark.parametrize("output", [".", "..", "data/."])
+def test_an_output_that_is_a_folder_is_refused(tmp_path, prefix, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    with raises(DataError, f"'{output}'", f"{output}/corpus"):
+        data("prepare", str(tmp_path), "--output", output)
+
+
+def test_a_suffix_where_a_prefix_is_expected_is_named(tmp_path, prefix, capsys):
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        with raises(DataError, f"{prefix}{suffix}", f"give {prefix}"):
+            data("prepare", str(tmp_path), "--output", prefix + suffix)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("data")) == []
+    data("prepare", str(tmp_path), "--output", prefix)
+    assert data("verify", f"{prefix}.bin") == 1
+    assert f"give {prefix}\n" in capsys.readouterr().err
+    emit = ["recipe", "emit", "nam56r_tiny", "--data"]
+    for words in (["data", "verify", "--adopt"], ["data", "score-unigram"], emit):
+        assert cli.main([*words, f"{prefix}.bin"]) == 2
+        assert capsys.readouterr().err.endswith(f"give {prefix}\n")
+    with raises(DataError, f"{prefix}.bin", f"give {prefix}"):
+        verify_arguments(["--data-path", f"{prefix}.bin"])
+    for path in tmp_path.glob("data.*"):
+        path.rename(path.with_name(path.name.replace("data", "data.bin", 1)))
+    assert data("verify", f"{prefix}.bin") == 0  # a dataset of that very prefix

@@ -26,8 +26,16 @@ _stdout: TextIO | None = None
 
 
 def say(message: str, end: str = "\n") -> None:
-    """Print a line on the console, also while the output goes to a file; with another ``end``, a part of one."""
-    print(message, end=end, file=_stdout or sys.stdout, flush=True)
+    """Print a line on the console, also while the output goes to a file; with another ``end``, a part of one.
+
+    A console whose reader has gone (``head``, a lost connection) ends no run: nothing more is printed there.
+    """
+    shown = _stdout or sys.stdout
+    try:
+        print(message, end=end, file=shown, flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), shown.fileno())
 
 
 def is_alone() -> bool:

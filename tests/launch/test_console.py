@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -74,6 +76,19 @@ def test_only_our_lines_and_warnings_are_left_on_the_console(
     text = log.read_text()
     assert "Megatron's line\n" in text
     assert "torch's line\n" in text
+
+
+def test_a_closed_console_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with console.redirected(tmp_path / "log"):
+            console.say("one")
+            print("Megatron's line")
+        console.say("two")
+        print("three", flush=True)
+    assert (tmp_path / "log").read_text() == "Megatron's line\n"
 
 
 def test_a_full_disk_does_not_replace_the_error() -> None:

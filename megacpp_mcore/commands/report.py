@@ -17,7 +17,7 @@ from megacpp_mcore.observe.receipts import fields
 from megacpp_mcore.observe.receipts.assemble import RECEIPT
 from megacpp_mcore.observe.receipts.claims import KEYS, NOISE, NOISE_IN_GRAPHS, compare
 from megacpp_mcore.observe.receipts.fields import DISQUALIFIERS, RUNNING, flatten, in_words, labelled, why_unknown
-from megacpp_mcore.util import text
+from megacpp_mcore.util import flags, text
 
 REFUSED = 1
 """The exit status of a comparison that allows no claim."""
@@ -52,7 +52,9 @@ def add_parser(subparsers: Any) -> None:
     profile.add_argument("run_folder", metavar="RUN", help="the folder of a run")
     page = actions.add_parser("html", help="one self-contained page about a run")
     page.add_argument("run_or_receipt", metavar="RUN", help="the folder of a run, or a receipt")
-    page.add_argument("--output", metavar="FILE", default="report.html", help="where it is written (%(default)s)")
+    page.add_argument(
+        "--output", type=flags.output, metavar="FILE", default="report.html", help="where it is written (%(default)s)"
+    )
     actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):
         action.add_argument("--json", action="store_true", help="as JSON")

@@ -52,10 +52,10 @@ def whole(flags: Flags, flag: str, error: type[Exception], least: int | None = N
 
 
 def output(text: str) -> str:
-    """Parse the name of a file that rank 0 will write, for argparse; refuse it before anything starts if it could not be."""
+    """Parse the name of a new file that rank 0 will write, for argparse; refuse it before anything starts if it cannot be."""
     try:
-        if os.environ.get("RANK", "0") == "0":
-            writable(text)
+        if os.environ.get("RANK", "0") == "0" and writable(text).exists():
+            raise DataError(f"{text} exists; expected a new file: name another, or remove it", code="exists")
     except DataError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

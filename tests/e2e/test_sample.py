@@ -156,6 +156,7 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
     split, stages = Layout(tensor=2, sequence_parallel=True, expert=2), Layout(pipeline=2)
     in_two = (*score, "--nproc", "2", "--output", str(file), "--")
     for layout in (None, Layout(expert=2), split):
+        file.unlink()
         tiny_run.start(in_two, ["--load", saved, *tiny_run.words(data, 2, layout=layout)], data).finish()
         again = json.loads(file.read_text())
         assert again | {"seconds": 0} == pytest.approx(scores | {"seconds": 0}, rel=1e-6), layout
@@ -169,5 +170,6 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
         status, printed = runs.launch(["--", *tiny_run.words(data, 3, *more, layout=layout)], data / "config.yaml", 2)
         assert status == 0, printed[-3000:]
         load = ["--load", str(converted / "torch_dist"), *words]
+        file.unlink()
         tiny_run.start((*score, "--output", str(file), "--"), load, data).finish()
         assert json.loads(file.read_text()) | {"seconds": 0} == pytest.approx(scores | {"seconds": 0}, rel=1e-9)

@@ -86,6 +86,8 @@ AT_THE_COMMAND_LINE = [
     ("data prepare afile --output y --tokenizer nope", "pass the folder that holds tokenizer.json"),
     ("report compare nope nope2", "expected the folder of a run that was observed, or a receipt"),
     ("score --heldout x --output /dev/full -- {words}", "--output: /dev/full is not a regular file"),
+    ("score --heldout x --output afile -- {words}", "--output: afile exists; expected a new file"),
+    ("report html . --output afile", "--output: afile exists; expected a new file"),
     ("score --heldout x --output= -- {words}", "is not a regular file; expected one, or a name that is free"),
     ("score --heldout x --output 'no folder/x.json' -- {words}", "no folder, or name another file"),
     ("sample --prompt '' -- {words}", "--prompt: found ''"),

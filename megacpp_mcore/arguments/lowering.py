@@ -55,6 +55,7 @@ _UNUSED: Mapping[tuple[str, ...], str] = {
     ("--cpu-offloading-num-layers",): "offloads activations of Megatron's layers only; recompute saves memory, too",
     ("--rampup-batch-size",): "is no longer passed on by Megatron; --step-batch-size-schedule makes batches grow",
     ("--freeze-all-layers",): "freezes no layer of the model with Megatron 0.19",
+    ("--reset-position-ids",): "resets positions that only learned embeddings read; rotary angles are relative",
     ("--init-method-xavier-uniform",): "is another initialization than the model's",
     ("--head-lr-mult",): "is used by no model of Megatron's",
     ("--sft",): "reads conversations, but the model trains on texts of `megacpp-mcore data prepare`",

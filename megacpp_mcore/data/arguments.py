@@ -177,7 +177,7 @@ def blends(arguments: Sequence[str]) -> list[Blend]:
 def _check_forms(given: flags.Flags) -> None:
     """Reject datasets named in two ways, and a ``--split`` that stock rejects or misreads."""
     named = ["/".join(flag for flag in form if given.get(flag)) for form in _FORMS]
-    if len(forms := [form for form in named if form]) > 1:
+    if len(forms := [form for form in (*named, *{"--mock-data"}.intersection(given)) if form]) > 1:
         raise DataError(
             f"datasets are given by {' and by '.join(forms)}; expected only one of them: Megatron ignores or rejects the rest"
         )

@@ -46,6 +46,12 @@ _OF_OPTIMIZERS = {"emerging_optimizers": "emerging-optimizers", "absl": "absl-py
 """Modules that Megatron's optimizers other than Adam and SGD import, and the packages to install for them."""
 _OF_CHECKPOINTS = re.compile(r"latest_checkpointed_iteration\.txt|release|iter_\d+")
 """Names of entries in a checkpoint folder."""
+_ONLY_WITH = {
+    "--phase-transition-iterations": ("--train-samples",),
+    "--loss-scale": ("--fp16", "--bf16"),
+    **dict.fromkeys(("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"), ("--fp16",)),
+}
+"""Flags that Megatron ignores, or fails on once the model is built, unless one of these is given as well."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")
 
 
@@ -53,9 +59,13 @@ def check_words(words: Sequence[str], *, here: bool) -> None:
     """Reject invalid arguments that Megatron would not reject as clearly; ``here``: they are for this machine.
 
     Raises:
-        LaunchError: there is nothing to load, or no step to save at, to evaluate at or to train to; or a loader is missing.
+        LaunchError: there is nothing to load, or no step to save at, to evaluate at or to train to; a loader is missing; or a
+            flag has no effect without another.
     """
     given = flags.read(words)
+    for flag, others in _ONLY_WITH.items():
+        if flag in given and not given.keys() & {*others}:
+            raise LaunchError(f"{flag} is for runs with {' or '.join(others)}; expected that, too: add it, or remove {flag}")
     counts = ("train-iters", "eval-interval", "save-interval")
     iterations, _, interval = (flags.whole(given, f"--{name}", LaunchError, 1) for name in counts)
     if "--persistent-save-interval" in given:  # the same by an older name

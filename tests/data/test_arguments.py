@@ -142,6 +142,7 @@ def test_every_form_is_verified_and_says_which_dataset_is_damaged(two: tuple[str
 BAD_FORMS: dict[str, tuple[str, list[object]]] = {
     "whole and split": ("--data-path A --valid-data-path B", ["--data-path", "--valid-data-path"]),
     "list and file": ("--data-path A --data-args-path F", ["--data-path", "--data-args-path"]),
+    "list and made up": ("--data-path A --mock-data", ["--data-path", "--mock-data"]),
     "shares of splits": ("--train-data-path A --split 90,10,0", ["--split 90,10,0", "--train-data-path"]),
     "no shares": ("--data-args-path F", ["--data-args-path", "--split"]),
     "negative share": ("--data-path A --split -98,2,0", ["'-98,2,0'"]),

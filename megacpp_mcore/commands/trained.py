@@ -9,12 +9,13 @@ from typing import Any
 
 from megacpp_mcore.launch import launcher, sampling, schedule_search, scoring
 from megacpp_mcore.launch import plan as launch_plan
+from megacpp_mcore.util import console
 
 
 def add_parsers(subparsers: Any) -> None:
     """Add these commands to the command line."""
     text = "text from a checkpoint"
-    _add(subparsers, "sample", sampling, "--prompt TEXT", help=text)
+    _add(subparsers, "sample", sampling, "--prompt TEXT", help=text).set_defaults(run=_sample)
     words = "bits per byte and perplexity of a checkpoint"
     score = _add(subparsers, "score", scoring, "--heldout PREFIX", help=words)
     score.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start (default: 1)")
@@ -23,6 +24,12 @@ def add_parsers(subparsers: Any) -> None:
     words = "search for the DSA schedule with the fewest indexers whose held-out loss matches the trained one"
     applied = f"{words}; `checkpoint schedule` applies it"
     _add(actions, "index-cache", schedule_search, "--heldout PREFIX", help=words, description=applied)
+
+
+def _sample(args: argparse.Namespace) -> int:
+    """Run ``sample``, with the text alone on stdout."""
+    with console.text_alone():
+        return launcher.launch_script(sampling, args)
 
 
 def _add(subparsers: Any, name: str, script: ModuleType, needs: str, **texts: str) -> Any:

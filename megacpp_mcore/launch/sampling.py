@@ -9,7 +9,7 @@ Shapes: B batch (1), S rows of one call, V vocabulary.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +58,22 @@ def generate(
         tokens_BS = torch.tensor([[token]], device=device)
 
 
+def check_positions(args: Namespace, prompt: int) -> None:
+    """Refuse more tokens, after ``prompt`` ones, than there are learned positions for; other positions have no end.
+
+    Raises:
+        DataError: names the number that fits.
+    """
+    if args.position_embedding_type != "learned_absolute":
+        return
+    room = args.max_position_embeddings - prompt + 1  # the last token is not given to the model
+    if args.tokens > room:
+        raise DataError(
+            f"--tokens is {args.tokens}, after a prompt of {prompt}, and the model has learned {args.max_position_embeddings} "
+            f"positions; expected at most {max(room, 0)}: give --tokens that, or a shorter prompt"
+        )
+
+
 def streamed(prompt: Sequence[int], ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """Yield the text of the prompt and its continuation in parts that never split a character."""
     known, shown = list(prompt), ""
@@ -86,12 +102,14 @@ def main() -> None:
 
     args = parsed(add_options)
     tokenizer = tokenizer_of(args)
-    model, prompt = load_model(args), tokenizer.encode(args.prompt.encode()).tolist()
+    prompt = tokenizer.encode(args.prompt.encode()).tolist()
+    check_positions(args, len(prompt))
+    model = load_model(args)
     vocabulary = tokenizer.eod_id + 1 if tokenizer.kind == "byte" else tokenizer.vocab_size
     settings = {"temperature": args.temperature, "seed": args.seed, "vocabulary": vocabulary, "end": tokenizer.eod_id}
     for part in streamed(prompt, generate(model, prompt, args.tokens, **settings), tokenizer.text):
-        console.say(part, end="")
-    console.say("")
+        console.say(part, end="", is_text=True)
+    console.say("", is_text=True)
 
 
 if __name__ == "__main__":

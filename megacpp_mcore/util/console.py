@@ -23,19 +23,29 @@ _USUAL = ("Overriding default arguments for tokenizer_type:", "Transformer Engin
 
 _stdout: TextIO | None = None
 """The console while :func:`redirected` is active."""
+_text: TextIO | None = None
+"""Where text goes while :func:`text_alone` is active."""
 
 
-def say(message: str, end: str = "\n") -> None:
+def say(message: str, end: str = "\n", *, is_text: bool = False) -> None:
     """Print a line on the console, also while the output goes to a file; with another ``end``, a part of one.
 
+    Within :func:`text_alone`, only what ``is_text`` is on stdout.
     A console whose reader has gone (``head``, a lost connection) ends no run: nothing more is printed there.
     """
-    shown = _stdout or sys.stdout
+    shown = (_text if is_text else None) or _stdout or sys.stdout
     try:
         print(message, end=end, file=shown, flush=True)
     except BrokenPipeError:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), shown.fileno())
+
+
+@contextlib.contextmanager
+def text_alone() -> Iterator[None]:
+    """Until the context ends, only text said as such is on stdout; everything else is on stderr."""
+    with mock.patch(f"{__name__}._text", sys.stdout), contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def is_alone() -> bool:

@@ -17,6 +17,7 @@ from megacpp_mcore.errors import DataError
 from megacpp_mcore.launch import launcher, sampling, schedule_search, scoring
 from megacpp_mcore.launch.heldout import tokenizer_of
 from megacpp_mcore.model import Layout
+from megacpp_mcore.util import console
 from tests import tiny_run
 from tests.data.hugging_face import save_words
 from tests.distributed import runs
@@ -60,6 +61,26 @@ def test_tokens_follow_one_another_until_the_document_ends(
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="prompt"):
         list(sampling.generate(SimpleNamespace(), [], 1, temperature=0.0, **SETTINGS))
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    def check(tokens: int, kind: str = "learned_absolute") -> None:
+        asked = {"tokens": tokens, "position_embedding_type": kind, "max_position_embeddings": 16}
+        sampling.check_positions(SimpleNamespace(**asked), 10)
+
+    check(7)  # the last of which is at no position
+    check(99, "rope")
+    with raises(DataError, "--tokens is 8", "at most 7", "16"):
+        check(8)
+
+
+def test_the_text_is_alone_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with console.text_alone():
+        console.say("the policy")
+        with console.redirected(tmp_path / "log"):
+            console.say("a line")
+            console.say("text", is_text=True)
+    assert capsys.readouterr() == ("text\n", "the policy\na line\n")
 
 
 def test_text_comes_in_whole_characters() -> None:

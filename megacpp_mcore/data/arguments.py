@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megacpp_mcore.data import fim
 from megacpp_mcore.data.manifest import load_manifest, verify_for_training
 from megacpp_mcore.data.readable import refuse_remote, require_readable
-from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megacpp_mcore.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, fitting
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import flags
 
@@ -108,12 +108,7 @@ def verify_arguments(arguments: Sequence[str], vocab_size: int | None = None) ->
     refuse_remote(*prefixes)
     _check_forms(given)
     kind, folder = flags.first(given, "--tokenizer-type"), flags.first(given, "--tokenizer-model")
-    tokenizer = HuggingFaceTokenizer(folder) if folder and kind == "HuggingFaceTokenizer" else None
-    if tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"the tokenizer {folder} has {tokenizer.vocab_size} ids, and the model {vocab_size}; set the model's vocab_size to "
-            f"{tokenizer.vocab_size}, or name another tokenizer"
-        )
+    tokenizer = fitting(folder, vocab_size) if folder and kind == "HuggingFaceTokenizer" else None
     note = fim.check(given, tokenizer)
     embedded, eod_id, checksum = _vocabulary(given, tokenizer)
     verify_for_training(prefixes, vocab_size=embedded, eod_id=eod_id, tokenizer_checksum=checksum)

@@ -80,7 +80,12 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        path = _check_folder(self.folder)
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise DataError(
+                f"tokenizer folder {self.folder} has no tokenizer.json; expected a Hugging Face 'fast' tokenizer saved with "
+                "save_pretrained(). Nothing is fetched from a hub: download or convert it first"
+            )
         tokenizers = _tokenizers(f"reading {path}")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))  # which contacts no hub
@@ -203,17 +208,6 @@ def train(
     return HuggingFaceTokenizer(folder)
 
 
-def _check_folder(folder: Path) -> Path:
-    """Find the ``tokenizer.json`` of ``folder``; DataError without one."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise DataError(
-            f"tokenizer folder {folder} has no tokenizer.json; expected a Hugging Face 'fast' tokenizer saved with "
-            "save_pretrained(). Nothing is fetched from a hub: download or convert it first"
-        )
-    return path
-
-
 def _tokenizers(what: str) -> Any:
     try:
         import tokenizers
@@ -244,6 +238,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     return HuggingFaceTokenizer(name)
 
 
+def fitting(folder: str, vocab_size: int | None) -> HuggingFaceTokenizer:
+    """Return the tokenizer of a Hugging Face ``folder`` for a model of ``vocab_size`` ids; None: not known.
+
+    Raises:
+        DataError: the folder holds no tokenizer, or one with more ids than the model.
+    """
+    tokenizer = HuggingFaceTokenizer(folder)
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer {folder} has {tokenizer.vocab_size} ids, and the model {vocab_size}; set the model's vocab_size to "
+            f"{tokenizer.vocab_size}, or name another tokenizer"
+        )
+    return tokenizer
+
+
 def tokenizer_words(model: Model, folder: str | None = None, data: str | None = None) -> tuple[str, ...]:
     """Return the stock tokenizer arguments of a run of ``model``: of a Hugging Face ``folder``, or else of bytes or plain ids.
 
@@ -251,10 +260,10 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
     end-of-document id is that in the manifest of the dataset ``data``.
 
     Raises:
-        DataError: the folder holds no tokenizer; or as :func:`end_of_document`.
+        DataError: the folder holds no tokenizer, or one with more ids than the model; or as :func:`end_of_document`.
     """
     if folder is not None:
-        _check_folder(Path(folder))
+        fitting(folder, model.vocab_size)
         return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
     if model.vocab_size == BYTE_VOCAB_SIZE:
         return tuple(ByteTokenizer().stock_flags())

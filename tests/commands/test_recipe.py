@@ -22,6 +22,7 @@ from megacpp_mcore.model.flops.utilisation import page
 from megacpp_mcore.model.recipes import RECIPES
 from megacpp_mcore.model.training import HYBRID, Recompute
 from tests import stock
+from tests.data.hugging_face import save_words
 
 LAUNCHED = ["-m", "megacpp_mcore", "launch", "--device", "cuda", "--"]
 
@@ -175,14 +176,15 @@ def test_a_recipe_in_fp8_brings_its_settings(
 
 
 def test_devices_and_tokenizers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / "a b"
-    folder.mkdir()
-    (folder / "tokenizer.json").touch()
+    folder = save_words(tmp_path / "a b", {"<unk>": 0, "one": 1}, ["<eos>"], eos_token="<eos>")
     on_gpu, words = stock_words(recipe(capsys, "emit", "nam56r_tiny", "--device", "cuda", "--tokenizer", str(folder)))
     assert on_gpu == ["torchrun", "--nproc-per-node", "1", *LAUNCHED]
     assert {"--bf16", "transformer_engine", "--moe-grouped-gemm"} <= set(words)
     at = words.index("--tokenizer-type")
     assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    larger = save_words(tmp_path / "larger", {f"w{n}": n for n in range(300)}, ["<eos>"], eos_token="<eos>")
+    said = recipe(capsys, "emit", "nam56r_tiny", "--tokenizer", str(larger), status=2)
+    assert f"the tokenizer {larger} has 301 ids, and the model 260; set the model's vocab_size to 301" in said
     on_cpu, words = stock_words(recipe(capsys, "emit", "nam56r", "--device", "cpu"))
     assert on_cpu == ["megacpp-mcore", "launch", "--device", "cpu", "--nproc", "1", "--"]
     assert "--bf16" not in words

@@ -170,6 +170,7 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
     )
     output = tiny_run.start((*score, "--output", str(file), "--"), ["--load", saved, *words], data).finish()
     scores = json.loads(file.read_text())
+    file.unlink()
     assert f"bits per byte {scores['bits_per_byte']:.6f} (unigram {scores['unigram_bits_per_byte']:.6f})" in output
     assert (scores["tokens"], scores["bytes"], scores["step"]) == (199, 199, 2)
     assert scores["perplexity"] == pytest.approx(2 ** scores["bits_per_byte"])
@@ -177,9 +178,9 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
     split, stages = Layout(tensor=2, sequence_parallel=True, expert=2), Layout(pipeline=2)
     in_two = (*score, "--nproc", "2", "--output", str(file), "--")
     for layout in (None, Layout(expert=2), split):
-        file.unlink()
         tiny_run.start(in_two, ["--load", saved, *tiny_run.words(data, 2, layout=layout)], data).finish()
         again = json.loads(file.read_text())
+        file.unlink()
         assert again | {"seconds": 0} == pytest.approx(scores | {"seconds": 0}, rel=1e-6), layout
     for layout, what in ((stages, "pipeline stages"), (Layout(context=2), "context-parallel ranks")):
         refused = tiny_run.words(data, 2, layout=layout)
@@ -191,6 +192,6 @@ def test_a_checkpoint_is_sampled_from_and_scored(data: Path, tmp_path: Path) -> 
         status, printed = runs.launch(["--", *tiny_run.words(data, 3, *more, layout=layout)], data / "config.yaml", 2)
         assert status == 0, printed[-3000:]
         load = ["--load", str(converted / "torch_dist"), *words]
-        file.unlink()
         tiny_run.start((*score, "--output", str(file), "--"), load, data).finish()
         assert json.loads(file.read_text()) | {"seconds": 0} == pytest.approx(scores | {"seconds": 0}, rel=1e-9)
+        file.unlink()

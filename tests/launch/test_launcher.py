@@ -429,7 +429,8 @@ def test_data_is_checked_once_per_host(damaged: str, monkeypatch: pytest.MonkeyP
 
 def test_damaged_data_stops_a_spec_of_ours_before_the_script_runs(damaged: str, tmp_path: Path) -> None:
     tokens = tokenizer_words(preset("nam56r_tiny"))
-    words = ["--spec", "megacpp_mcore", "nam56r", "--data-path", damaged, *tokens, *CPU_ARGUMENTS]
+    words = ["--spec", "megacpp_mcore", "nam56r", *tokens, *CPU_ARGUMENTS]
+    words[words.index("--mock-data")] = f"--data-path={damaged}"
     with raises(DataError, damaged + ".bin"):
         launcher.launch([str(script_in(tmp_path)), *words], device="cpu")
 

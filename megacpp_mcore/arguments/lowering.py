@@ -55,7 +55,6 @@ _UNUSED: Mapping[tuple[str, ...], str] = {
     ("--cpu-offloading-num-layers",): "offloads activations of Megatron's layers only; recompute saves memory, too",
     ("--rampup-batch-size",): "is no longer passed on by Megatron; --step-batch-size-schedule makes batches grow",
     ("--freeze-all-layers",): "freezes no layer of the model with Megatron 0.19",
-    ("--reset-position-ids",): "resets positions that only learned embeddings read; rotary angles are relative",
     ("--init-method-xavier-uniform",): "is another initialization than the model's",
     ("--head-lr-mult",): "is used by no model of Megatron's",
     ("--sft",): "reads conversations, but the model trains on texts of `megacpp-mcore data prepare`",
@@ -75,6 +74,9 @@ def check_unused(words: Sequence[str]) -> None:
     """
     options = flags.read(words)
     problems = [f"{flag} {why}" for unused, why in _UNUSED.items() for flag in unused if flag in options]
+    # With the mask, which keeps documents apart, it is commonly given, and moot.
+    if "--reset-position-ids" in options and "--reset-attention-mask" not in options:
+        problems.append("--reset-position-ids resets positions that only learned embeddings read, and keeps no documents apart")
     if problems:
         raise ArgumentMismatchError(
             f"{'; '.join(problems)}. NAM56R's layers ignore {'them: remove them' if len(problems) > 1 else 'it: remove it'}"

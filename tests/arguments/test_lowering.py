@@ -135,6 +135,9 @@ def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
             lowering.check_unused(["--seed", "1", f"{flag}=1"])
     with raises(ArgumentMismatchError, "--mamba-state-dim", "--openai-gelu"):
         lowering.check_unused(["--openai-gelu", "--mamba-state-dim", "128"])
+    with raises(ArgumentMismatchError, "--reset-position-ids"):
+        lowering.check_unused(["--reset-position-ids"])
+    lowering.check_unused(["--reset-position-ids", "--reset-attention-mask"])
     for name in PRESETS:
         lowering.check_unused(lower(Run(preset(name), Layout(), Training())))
 

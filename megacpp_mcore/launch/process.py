@@ -117,7 +117,8 @@ def logged_steps() -> Iterator[None]:
         number = given["iteration"]
         if options.rank == options.world_size - 1 and (number % options.log_interval == 0 or first is None):
             losses = {name: float(value) for name, value in given["loss_dict"].items()}
-            step = Step(number, 0, time.time(), 0, losses, None, None, bool(given["skipped_iter"]))
+            norm, rate = (given[name] if given[name] is None else float(given[name]) for name in ("grad_norm", "learning_rate"))
+            step = Step(number, 0, time.time(), 0, losses, norm, rate, bool(given["skipped_iter"]))
             first = first or step
             console.say(line(step, options.train_iters, first))
         return result

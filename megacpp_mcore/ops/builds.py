@@ -14,9 +14,11 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -147,11 +149,18 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
 
 @contextlib.contextmanager
 def _linked() -> Iterator[None]:
-    """Within the context, Triton links what it compiles with an empty libcuda: a host without a GPU has no other."""
+    """Within the context, Triton links what it compiles with a libcuda of empty functions: a host without a GPU has no other."""
+    from triton.backends.nvidia import driver
+
+    # Those that the driver calls: of a library of which nothing is used, a linker keeps no record (--as-needed).
+    functions = {*re.findall(r"\bcu[A-Z]\w*(?=\()", inspect.getsource(driver))}
+    source = "".join(f"void {function}(void) {{}}\n" for function in functions)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_LIBCUDA_PATH=folder):
-        command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", os.devnull, "-o", f"{folder}/libcuda.so.1"]
+        command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", "-", "-o", f"{folder}/libcuda.so.1"]
         with contextlib.suppress(OSError):  # without a compiler, each launcher's error says so
-            subprocess.run([*command, "-Wl,-soname,libcuda.so.1"], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [*command, "-Wl,-soname,libcuda.so.1"], input=source.encode(), check=False, stderr=subprocess.DEVNULL
+            )
         yield
 
 

@@ -60,6 +60,10 @@ def test_a_launch_finds_what_was_built(run: Path, tmp_path: Path, monkeypatch: p
     launchers = {*tmp_path.glob("*/__triton_launcher*.so")}
     assert len(launchers) == 2
     with builds._linked():
+        # Each by itself brings libcuda, here the empty one.
+        libraries = [f"{os.environ['TRITON_LIBCUDA_PATH']}/libcuda.so.1", *map(str, launchers)]
+        done = forks.run(["-c", "import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]", *libraries], timeout=60)
+        assert done.returncode == 0, done.stderr[-3000:]
         assert launched(tmp_path, tmp_path / "gone" / builds.FILE) == [True, True, False]  # the record cannot be written
     compiled = {*tmp_path.glob("*/__triton_launcher*.so")}
     assert launchers < compiled

@@ -149,7 +149,7 @@ def build(described: Sequence[str], jobs: int) -> list[Built]:
 
 @contextlib.contextmanager
 def _linked() -> Iterator[None]:
-    """Within the context, Triton links what it compiles with a libcuda of empty functions: hosts without a GPU have no other."""
+    """Within the context, Triton links what it compiles with a libcuda of empty functions: any host has that."""
     from triton.backends.nvidia import driver
 
     # Those that the driver calls: of a library of which nothing is used, a linker keeps no record (--as-needed).

@@ -338,6 +338,19 @@ def long() -> Iterator[Line]:
         yield row["arm"], str(count), speed, number(float(row["mfu"]) * 100), gigabytes(row)
 
 
+def recall() -> Iterator[Line]:
+    """Right answers of ``experiments/recall.yaml`` in rows of 32,768 tokens, by task, schedule and distance."""
+    tasks, arms = (
+        (("needle", "needles"), ("copy", "copies")),
+        (("full", "full attention"), ("sparse", "`WFS`"), ("windows", "windows")),
+    )
+    yield "distance, tokens", *(f"{tasks_}, {label}" for _, tasks_ in tasks for _, label in arms)
+    for row in select("recall_answers_h200", arm="full", task="needle"):
+        where = {"from": row["from"], "to": row["to"]}
+        right = (one("recall_answers_h200", arm=arm, task=task, **where)["right"] for task, _ in tasks for arm, _ in arms)
+        yield f"{int(row['from']):,} to {int(row['to']) - 1:,}", *(f"{100 * float(share):.1f}" for share in right)
+
+
 def twins() -> Iterator[Line]:
     """Models of ``experiments/twins.yaml`` that were trained to the end, with the speed of the fastest run."""
     yield (
@@ -365,7 +378,7 @@ def twins() -> Iterator[Line]:
 
 TABLES: Mapping[str, Callable[[], Iterator[Line]]] = {
     function.__name__: function
-    for function in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long, twins)
+    for function in (ops, models, layouts, scaling, compiled, fp8, vendors, evidence, overhead, megatrons, long, recall, twins)
 }
 
 

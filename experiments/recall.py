@@ -1,12 +1,9 @@
 """Recall over long rows: synthetic rows of needles and copies, and how often a trained model repeats them, by distance.
 
-    python -m experiments.recall data build/recall --length 32768 --vocab-size 4096 --rows 2400 --seed 1
-    python -m experiments.train experiments/recall.yaml --data build/recall --gpus 2 --per-gpu 2 --folder build/runs
-    python -m experiments.recall score build/runs --rows 16 --seed 2 --output recall.csv
-
-A row is a document as long as the model's, so that Megatron's samples are these rows. A needle is a key of its own and a value,
-which occur :data:`TIMES` times: from the second time on the key queries the value. A copy is a marker and :data:`BLOCK` tokens;
-the marker occurs once more, followed by the same block. One repeated phrase fills the other half of a row. Distances are drawn
+``experiments/recall.yaml`` has the commands. A row is a document as long as the model's, so that Megatron's samples are these
+rows. A needle is a key of its own and a value, which occur :data:`TIMES` times: from the second time on the key queries the
+value. A copy is a marker and :data:`BLOCK` tokens; the marker occurs once more, followed by the same block. One repeated phrase
+fills the other half of a row. Distances are drawn
 log-uniformly. (Multi-query associative recall, arXiv 2312.04927, over the distances and with the noise of RULER, arXiv
 2404.06654.) An answer counts if each of its tokens is the likeliest after those before, as in greedy decoding. From random
 weights a model of 12 layers learnt no recall from such rows in 98 million tokens. Drills, rows of few needles again and again,
@@ -45,7 +42,7 @@ EOD, FILLERS = 0, 32
 """Ids 1 to FILLERS - 1 are the phrase; keys and markers follow up to half of the vocabulary, and values are the rest."""
 NEEDLE, COPY, BLOCK, TIMES = "needle", "copy", 16, 4
 DRILLED = 16
-"""Most needles of a drill."""
+"""A drill has fewer needles than these."""
 NEAREST = 16
 """Minimum distance between a query and its answer, in tokens."""
 EDGES = (NEAREST, 256, 1024, 4096, 8192, 16384, 32768)
@@ -100,7 +97,7 @@ def row(length: int, vocabulary: int, *seed: int) -> tuple[NDArray[np.uint16], l
 
 
 def drill(length: int, vocabulary: int, *seed: int) -> NDArray[np.uint16]:
-    """Draw a row [L] of nothing but 2 to :data:`DRILLED` needles, each time one of them; always the same for the same seed."""
+    """Draw a row [L] of nothing but 2 or more needles, fewer than :data:`DRILLED`, each time one of them; a seed's is the same."""
     random = np.random.default_rng(seed)
     needles = int(2 * (DRILLED / 2) ** random.random())
     keys_N = FILLERS + random.permutation(vocabulary // 2 - FILLERS)[:needles]

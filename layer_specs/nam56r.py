@@ -282,6 +282,8 @@ def prepare(model: Model, config: TransformerConfig, settings: plugin_config.Plu
     # Read by the patch checkpoint-layout: checkpoints of this model record the layout number.
     setattr(config, checkpoint_layout.KEY, checkpoint_layout.LAYOUT)
     setattr(config, checkpoint_layout.MODEL_KEY, checkpoint_layout.recorded(model))
+    full = {number for number, role in enumerate(model.roles, 1) if role == grammar.FULL_INDEX}
+    setattr(config, checkpoint_layout.FULL_KEY, full)
     # Read by the patch mtp-shared-block, which scales each depth's gradient.
     config.mtp_loss_decay = model.mtp.loss_decay
     if model.mla.yarn:  # no flag sets these

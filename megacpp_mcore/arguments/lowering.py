@@ -74,8 +74,9 @@ def check_unused(words: Sequence[str]) -> None:
     """
     options = flags.read(words)
     problems = [f"{flag} {why}" for unused, why in _UNUSED.items() for flag in unused if flag in options]
-    # With the mask, which keeps documents apart, it is commonly given, and moot.
-    if "--reset-position-ids" in options and "--reset-attention-mask" not in options:
+    # Where documents are kept apart it is commonly given, and moot.
+    kept_apart = options.keys() & {"--reset-attention-mask", "--dataloader-inter-document-masking"}
+    if "--reset-position-ids" in options and not kept_apart:
         problems.append("--reset-position-ids resets positions that only learned embeddings read, and keeps no documents apart")
     if problems:
         raise ArgumentMismatchError(

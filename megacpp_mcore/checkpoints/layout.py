@@ -6,6 +6,8 @@ It is stored in the checkpoint's content metadata, which Megatron provides for s
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +26,10 @@ EXPERTS_KEY = "megacpp_experts"
 """Key there of the saved model's ``experts`` backend; if absent, ``stock``."""
 MODEL_KEY = "megacpp_model"
 """Key there of settings, by name, that change the forward pass but show in no Megatron argument, parameter name or shape."""
+FULL_KEY = "megacpp_full_layers"
+"""Name in a model's configuration of the set of its Full layers, 1-based: those with an indexer."""
+INDEXER = re.compile(r"(?P<stem>.*\bdecoder\.layers\.)(?P<layer>\d+)(?P<rest>\.self_attention\.core_attention\.indexer\..*)")
+"""Names in a checkpoint of an indexer's parameters and their optimizer state."""
 LOADED_FROM = "megacpp_loaded_from"
 """Key there under which the patch checkpoint-layout notes the folder of a checkpoint being loaded."""
 FORMAT = "distrib_optim_sharding_type"
@@ -71,12 +77,12 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
     Args:
         metadata: as passed to ``sharded_state_dict``; None if it is not called for a checkpoint.
         config: the model's; has, under :data:`EXPERTS_KEY`, its ``experts`` backend, if it has experts, and what else is
-            recorded under :data:`MODEL_KEY`.
+            recorded under :data:`MODEL_KEY`; and its Full layers under :data:`FULL_KEY`.
 
     Raises:
-        CheckpointError: the checkpoint to be loaded has no layout or a different one, is of another model, unless only its
-            weights are loaded (``--finetune``), or has distributed-optimizer state in the parameter order of a different
-            ``experts`` backend; nothing has been loaded.
+        CheckpointError: the checkpoint to be loaded has no layout or a different one, is of another model or has indexers in
+            other layers, unless only its weights are loaded (``--finetune``), lacks an indexer, or has distributed-optimizer
+            state in the parameter order of a different ``experts`` backend; nothing has been loaded.
     """
     if metadata is None:
         return
@@ -103,6 +109,8 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
                 f"{model.get(name)}; no argument of Megatron's shows it: name in MEGACPP_CONFIG the file that it was trained "
                 "with, or load only its weights into this model (--finetune)"
             )
+    if args is None or args.dist_ckpt_strictness == "assume_ok_unexpected":
+        _check_indexers(Path(folder), getattr(config, FULL_KEY, None), continues)
     saved = metadata.get(EXPERTS_KEY, "stock")
     if (
         experts not in (None, saved)
@@ -116,20 +124,46 @@ def mark_or_check(metadata: dict[str, Any] | None, config: Any) -> None:
         )
 
 
+def indexed(names: Iterable[str]) -> set[int]:
+    """Return the layers, 1-based, whose indexers are among the ``names`` in a checkpoint."""
+    return {int(match["layer"]) + 1 for match in map(INDEXER.fullmatch, names) if match}
+
+
+def _check_indexers(folder: Path, full: set[int] | None, continues: bool) -> None:
+    """Check that a checkpoint has the indexers of a model's Full layers and, if its training continues, no others."""
+    from megacpp_mcore.checkpoints.integrity import METADATA, read_metadata  # imports torch
+
+    if full is None or not (folder / METADATA).is_file():  # of another format, or in an object store
+        return
+    found = indexed(read_metadata(folder).state_dict_metadata)
+    if full - found or (continues and found - full):
+        raise CheckpointError(
+            f"the checkpoint {folder} has indexers in layers {sorted(found)}, and the run's schedule in {sorted(full)}; no "
+            "argument of Megatron's shows it: name in MEGACPP_CONFIG the file that it was trained with, or rewrite it by "
+            "`megacpp-mcore checkpoint schedule`"
+        )
+
+
 def refuse_other_layout(state: Any, folder: str) -> None:
-    """Refuse the checkpoint that Megatron's loop has read, if only a run sharded like the saved one can load it.
+    """Refuse the checkpoint that Megatron's loop has read, if only a run sharded like the saved one can load it exactly.
 
     Args:
         state: has the saved run's arguments and, in the format torch_dist, the content metadata.
         folder: the one being loaded; for a teacher or a pretrained model it is not ``--load``.
 
     Raises:
-        CheckpointError: the state is of another layout or kind of optimizer, or with ``--ckpt-step`` would be of another step;
-            or main parameters are whole in one and remainders in the other.
+        CheckpointError: its vocabulary is padded to another size, the state is of another layout or kind of optimizer, or with
+            ``--ckpt-step`` would be of another step; or main parameters are whole in one and remainders in the other.
     """
     run, saved = _arguments(), (state or {}).get("args")
     if run is None or saved is None or run.finetune:
         return
+    before, padded = (getattr(args, "padded_vocab_size", None) for args in (saved, run))
+    if before and padded and before != padded:
+        raise CheckpointError(
+            f"the checkpoint {folder} has a vocabulary padded to {before} tokens, and the run pads it to {padded}, and the loss "
+            f"counts all; add --make-vocab-size-divisible-by {before // run.tensor_model_parallel_size}"
+        )
     is_torch = getattr(saved, "ckpt_format", None) == "torch"
     has_optimizer = not (_without_optimizer or run.no_load_optim or getattr(saved, "no_save_optim", False))
     if has_optimizer and (old := _keeps(saved)) != (new := _keeps(run)):

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megacpp_mcore.checkpoints.folder import TRACKER, newest_iteration
 from megacpp_mcore.checkpoints.integrity import MANIFEST, METADATA, read_metadata, write_manifest
-from megacpp_mcore.checkpoints.layout import RESAVE
+from megacpp_mcore.checkpoints.layout import INDEXER, RESAVE, indexed
 from megacpp_mcore.checkpoints.staging import new_folder
 from megacpp_mcore.errors import CheckpointError
 from megacpp_mcore.model import Model
@@ -33,7 +33,6 @@ TRAIN_STATE = "train_state.pt"
 
 _BUCKETS = ".distributed.dp_group_idx_"
 """Substring of the names of optimizer state that is saved in the memory layout of Megatron's flat parameter buckets."""
-_INDEXER = re.compile(r"(?P<stem>.*\bdecoder\.layers\.)(?P<layer>\d+)(?P<rest>\.self_attention\.core_attention\.indexer\..*)")
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ def reschedule(old: Path, new: Path, model: Model, schedule: str) -> Rescheduled
             f"{folder} holds the optimizer's state as flat buckets ({buckets}), in which no parameter's rows can be "
             f"told apart; {RESAVE}, or without the optimizer with --no-save-optim"
         )
-    matches = [match for match in map(_INDEXER.fullmatch, metadata.state_dict_metadata) if match]
-    present = {int(match["layer"]) + 1 for match in matches}
+    matches = [match for match in map(INDEXER.fullmatch, metadata.state_dict_metadata) if match]
+    present = indexed(metadata.state_dict_metadata)
     if present != has:
         raise CheckpointError(
             f"{folder} has indexers in layers {sorted(present)}, and {model.name} with the schedule "

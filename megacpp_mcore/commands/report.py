@@ -7,6 +7,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ SILENT_S = 60.0
 """Seconds without a heartbeat after which a process was probably killed, if several were due meanwhile."""
 BEATS = 5
 """Number of missing heartbeats required for that."""
+
+_GENERATOR = '<meta name="generator" content="megacpp-mcore report html">'
+"""Near the beginning of a page."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,7 +57,11 @@ def add_parser(subparsers: Any) -> None:
     page = actions.add_parser("html", help="one self-contained page about a run")
     page.add_argument("run_or_receipt", metavar="RUN", help="the folder of a run, or a receipt")
     page.add_argument(
-        "--output", type=flags.output, metavar="FILE", default="report.html", help="where it is written (%(default)s)"
+        "--output",
+        type=partial(flags.output, replaced=_GENERATOR),
+        metavar="FILE",
+        default="report.html",
+        help="where it is written (%(default)s); an earlier page is replaced",
     )
     actions.add_parser("fields", help="every field of a receipt: its kind and meaning, as a Markdown table")
     for action in (show, comparing, where):

@@ -37,9 +37,8 @@ def refuse_suffix(prefix: str) -> None:
     """Raise DataError if ``prefix`` has the suffix of a dataset's file, unless there is a dataset of just that prefix."""
     bare = next((prefix.removesuffix(suffix) for suffix in _SUFFIXES if prefix.endswith(suffix)), None)
     if bare is not None and not os.path.exists(prefix + ".idx"):
-        raise DataError(
-            f"{prefix} is the name of a dataset's file; expected its prefix, without a suffix: give {bare or 'a name'}"
-        )
+        other = bare if os.path.basename(bare) else "a name"
+        raise DataError(f"{prefix} is the name of a dataset's file; expected its prefix, without a suffix: give {other}")
 
 
 def hash_file(path: str | os.PathLike[str]) -> str:

@@ -34,10 +34,10 @@ DEFAULT_GLOBS = ("*.txt", "*.py", "*.md", "*.jsonl", "*.jsonl.gz", "*.jsonl.zst"
 _LINES = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
 _TABLE = ".parquet"
-_UNKNOWN = dict.fromkeys((".xz", ".bz2", ".zip", ".tar", ".tgz", ".arrow"), "is not text; unpack it first") | dict.fromkeys(
-    (".csv", ".tsv"), "is a table; write each row's text to JSON lines, or name the file .txt to take it as one document"
-)
-"""Suffixes of files that are not read, and why."""
+_ROWS = (".csv", ".tsv")
+"""Suffixes of tables, which are documents of a folder only if ``--glob`` takes them."""
+_UNKNOWN = (".xz", ".bz2", ".zip", ".tar", ".tgz", ".arrow")
+"""Suffixes of files that are not read."""
 _STARTS = {
     b"\x1f\x8b": "gzip: name the file .gz",
     b"\x28\xb5\x2f\xfd": "Zstandard: name the file .zst",
@@ -46,7 +46,7 @@ _STARTS = {
 }
 """What a file is that begins so, and what to do."""
 _NULS = 20
-"""Text of which more than one byte in so many is NUL is in another encoding, such as UTF-16, where each space has one."""
+"""Text of which more than one byte in so many is NUL, every other byte, is UTF-16, where each space has one."""
 _WIDE = "NUL bytes, as in UTF-16 without a byte-order mark: convert it, as by iconv -f UTF-16LE -t UTF-8"
 JSON_KEY = "text"
 LEFT_OUT = (".*", "__pycache__")
@@ -153,6 +153,11 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], globs: Sequence[str] 
                 named = ", ".join(str(link.relative_to(root)) for link in links[:3])
                 print(f"{root}: links to folders left out: {named} (name each as an input)", file=sys.stderr)
         else:
+            if (name := root.name.lower().removesuffix(".gz").removesuffix(".zst")).endswith(_ROWS):
+                raise DataError(
+                    f"{root}: {os.path.splitext(name)[1]} is a table; expected text: write each row's text to JSON lines, or "
+                    "name the file .txt to take it as one document"
+                )
             sources.append(make_source(root, root.name))
     sources.sort()
     _refuse_twice(sources)
@@ -308,8 +313,8 @@ def read_documents(piece: Piece, skipped: list[Skipped] | None, json_key: str = 
     if piece.lines is not None:
         yield from _read_lines(piece, io.BytesIO(piece.lines), skipped, json_key)
         return
-    if (name := source.relative.lower().removesuffix(".gz").removesuffix(".zst")).endswith(tuple(_UNKNOWN)):
-        _refuse(source, 0, f"{(suffix := os.path.splitext(name)[1])} {_UNKNOWN[suffix]}", skipped)
+    if (name := source.relative.lower().removesuffix(".gz").removesuffix(".zst")).endswith(_UNKNOWN):
+        _refuse(source, 0, f"{os.path.splitext(name)[1]} is not text; unpack it first", skipped)
         return
     with _opened(source) as (_, stream):
         if source.are_lines:
@@ -321,7 +326,8 @@ def read_documents(piece: Piece, skipped: list[Skipped] | None, json_key: str = 
     except UnicodeDecodeError as error:
         _refuse(source, error.start, _undecodable(text, error), skipped)
         return
-    if text.count(0) * _NULS > len(text):
+    fewer, more = sorted(text[start::2].count(0) for start in (0, 1))
+    if more > 1 and more > 9 * fewer and more * _NULS > len(text):
         _refuse(source, text.index(0), _WIDE, skipped)
         return
     first, _, rest = text.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
@@ -413,6 +419,8 @@ def _hint(line: bytes, found: object) -> str:
     """Say what a JSON line is in place of an object, and what to do; ``found``: its value, or why it has none."""
     if isinstance(found, list) or (isinstance(found, json.JSONDecodeError) and found.pos >= len(found.doc.rstrip())):
         return "; JSON over many lines, or in an array, becomes JSON lines by jq -c . or, of an array, jq -c '.[]'"
+    if not line.endswith(b"\n"):
+        return "; its file ends in this line, and may be cut off"
     if not isinstance(found, json.JSONDecodeError):
         return ""
     if line.startswith(codecs.BOM_UTF8):

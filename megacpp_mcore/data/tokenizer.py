@@ -11,6 +11,7 @@ A folder: a Hugging Face "fast" tokenizer (``tokenizer.json``), read from disk a
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -263,7 +264,8 @@ def tokenizer_words(model: Model, folder: str | None = None, data: str | None = 
         DataError: the folder holds no tokenizer, or one with more ids than the model; or as :func:`end_of_document`.
     """
     if folder is not None:
-        fitting(folder, model.vocab_size)
+        if importlib.util.find_spec("tokenizers"):  # else the launch compares sizes: a command may be made on another host
+            fitting(folder, model.vocab_size)
         return ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder)
     if model.vocab_size == BYTE_VOCAB_SIZE:
         return tuple(ByteTokenizer().stock_flags())

@@ -48,8 +48,7 @@ _OF_CHECKPOINTS = re.compile(r"latest_checkpointed_iteration\.txt|release|iter_\
 """Names of entries in a checkpoint folder."""
 _ONLY_WITH = {
     "--phase-transition-iterations": ("--train-samples",),
-    "--loss-scale": ("--fp16", "--bf16"),
-    **dict.fromkeys(("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"), ("--fp16",)),
+    "--loss-scale": ("--fp16", "--bf16", "--use-distributed-optimizer"),
 }
 """Flags that Megatron ignores, or fails on once the model is built, unless one of these is given as well."""
 _OTHER_SCHEDULE = re.compile(r"OptimizerParamScheduler: .* value (\S+) and checkpoint ?value (\S+) for (.*) do not")

@@ -16,6 +16,9 @@ from typing import Any
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util import console, flags
 
+TOKENS = 200
+"""Tokens at most, unless told."""
+
 
 def generate(
     model: Any, prompt: Sequence[int], count: int, *, temperature: float, seed: int, vocabulary: int, end: int
@@ -58,20 +61,24 @@ def generate(
         tokens_BS = torch.tensor([[token]], device=device)
 
 
-def check_positions(args: Namespace, prompt: int) -> None:
-    """Refuse more tokens, after ``prompt`` ones, than there are learned positions for; other positions have no end.
+def most_tokens(args: Namespace, prompt: int) -> int:
+    """Return how many tokens to add after ``prompt`` ones: :data:`TOKENS` at most by default, where positions have an end.
 
     Raises:
-        DataError: names the number that fits.
+        DataError: there are fewer learned positions.
     """
     if args.position_embedding_type != "learned_absolute":
-        return
-    room = args.max_position_embeddings - prompt + 1  # the last token is not given to the model
-    if args.tokens > room:
+        return args.tokens or TOKENS
+    positions = args.max_position_embeddings
+    room = positions - prompt + 1  # the last token is not given to the model
+    if room < 1:
+        raise DataError(f"the prompt has {prompt} tokens, and the model has learned {positions} positions; give a shorter one")
+    if (tokens := args.tokens or min(TOKENS, room)) > room:
         raise DataError(
-            f"--tokens is {args.tokens}, after a prompt of {prompt}, and the model has learned {args.max_position_embeddings} "
-            f"positions; expected at most {max(room, 0)}: give --tokens that, or a shorter prompt"
+            f"--tokens is {tokens}, after a prompt of {prompt}, and the model has learned {positions} positions; expected at "
+            f"most {room}: give --tokens that, or a shorter prompt"
         )
+    return tokens
 
 
 def streamed(prompt: Sequence[int], ids: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
@@ -91,7 +98,7 @@ def add_options(parser: ArgumentParser) -> ArgumentParser:
     """Add this script's options to those of a parser, Megatron's or the command's."""
     add = parser.add_argument_group("sampling").add_argument
     add("--prompt", type=flags.utf8, default="def ", help="text to continue (default: 'def ')")
-    add("--tokens", type=flags.positive, default=200, metavar="N", help="tokens at most (default: 200)")
+    add("--tokens", type=flags.positive, metavar="N", help=f"tokens at most (default: {TOKENS})")
     add("--temperature", type=flags.not_negative, default=0.8, help="0: the likeliest token (default: 0.8)")
     return parser
 
@@ -103,11 +110,11 @@ def main() -> None:
     args = parsed(add_options)
     tokenizer = tokenizer_of(args)
     prompt = tokenizer.encode(args.prompt.encode()).tolist()
-    check_positions(args, len(prompt))
+    count = most_tokens(args, len(prompt))
     model = load_model(args)
     vocabulary = tokenizer.eod_id + 1 if tokenizer.kind == "byte" else tokenizer.vocab_size
     settings = {"temperature": args.temperature, "seed": args.seed, "vocabulary": vocabulary, "end": tokenizer.eod_id}
-    for part in streamed(prompt, generate(model, prompt, args.tokens, **settings), tokenizer.text):
+    for part in streamed(prompt, generate(model, prompt, count, **settings), tokenizer.text):
         console.say(part, end="", is_text=True)
     console.say("", is_text=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import logging
 import os
 import sys
@@ -21,6 +23,9 @@ TAIL_LINES = 15
 _USUAL = ("Overriding default arguments for tokenizer_type:", "Transformer Engine and Apex are not installed.")
 """Prefixes of Megatron's warnings that have nothing to do with the command line."""
 
+_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
+"""Errors of writing to a pipe, a terminal or a connection that nobody reads any more."""
+
 _stdout: TextIO | None = None
 """The console while :func:`redirected` is active."""
 _text: TextIO | None = None
@@ -31,19 +36,22 @@ def say(message: str, end: str = "\n", *, is_text: bool = False) -> None:
     """Print a line on the console, also while the output goes to a file; with another ``end``, a part of one.
 
     Within :func:`text_alone`, only what ``is_text`` is on stdout.
-    A console whose reader has gone (``head``, a lost connection) ends no run: nothing more is printed there.
+    A console whose reader has gone (``head``, a closed terminal) ends no run: nothing more is printed there. Megatron's own
+    prints, which go there only with ``--verbose``, still fail.
     """
     shown = (_text if is_text else None) or _stdout or sys.stdout
     try:
         print(message, end=end, file=shown, flush=True)
-    except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        with contextlib.suppress(io.UnsupportedOperation), open(os.devnull, "w") as nowhere:  # of a stream without a file
             os.dup2(nowhere.fileno(), shown.fileno())
 
 
 @contextlib.contextmanager
 def text_alone() -> Iterator[None]:
-    """Until the context ends, only text said as such is on stdout; everything else is on stderr."""
+    """Until the context ends, only text said as such is on stdout; what else Python code prints there is on stderr."""
     with mock.patch(f"{__name__}._text", sys.stdout), contextlib.redirect_stdout(sys.stderr):
         yield
 

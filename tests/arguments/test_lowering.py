@@ -137,7 +137,8 @@ def test_flags_without_an_effect_are_megatrons_and_refused() -> None:
         lowering.check_unused(["--openai-gelu", "--mamba-state-dim", "128"])
     with raises(ArgumentMismatchError, "--reset-position-ids"):
         lowering.check_unused(["--reset-position-ids"])
-    lowering.check_unused(["--reset-position-ids", "--reset-attention-mask"])
+    for other in ("--reset-attention-mask", "--dataloader-inter-document-masking"):
+        lowering.check_unused(["--reset-position-ids", other])
     for name in PRESETS:
         lowering.check_unused(lower(Run(preset(name), Layout(), Training())))
 

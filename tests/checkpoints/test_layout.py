@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megacpp_mcore.checkpoints import layout as checkpoint_layout
 from megacpp_mcore.errors import CheckpointError
@@ -29,9 +31,40 @@ def test_a_checkpoint_of_a_model_that_only_its_file_tells_apart_is_refused() -> 
     checkpoint_layout.mark_or_check(loaded, of(a_floor=1e-4))
     with raises(CheckpointError, "/old", "a_floor is 0.0001", 0.01, "MEGACPP_CONFIG"):
         checkpoint_layout.mark_or_check(loaded, of(a_floor=1e-2))
-    anew = SimpleNamespace(no_load_optim=False, finetune=True)
+    anew = SimpleNamespace(no_load_optim=False, finetune=True, dist_ckpt_strictness="log_all")
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", anew):
         checkpoint_layout.mark_or_check(loaded, of(a_floor=1e-2))
+
+
+def test_a_checkpoint_with_indexers_in_other_layers_is_refused(tmp_path: Path) -> None:
+    name = "decoder.layers.{}.self_attention.core_attention.indexer.linear_wk.weight"
+    metadata = Metadata({name.format(layer): BytesStorageMetadata() for layer in (4, 8)})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    loaded = {"megacpp_loaded_from": str(tmp_path), "megacpp_layout": 2}
+
+    def check(*full: int, **how: Any) -> None:
+        run = SimpleNamespace(
+            **{"no_load_optim": False, "finetune": False, "dist_ckpt_strictness": "assume_ok_unexpected"} | how
+        )
+        with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", run):
+            checkpoint_layout.mark_or_check(loaded, SimpleNamespace(megacpp_full_layers={*full}))
+
+    check(5, 9)
+    check(5, finetune=True)  # drops one
+    check(5, 12, dist_ckpt_strictness="log_all")
+    for full, finetune in (((5,), False), ((), False), ((5, 9, 12), True)):
+        with raises(CheckpointError, "[5, 9]", str(sorted(full)), "MEGACPP_CONFIG", "checkpoint schedule"):
+            check(*full, finetune=finetune)
+
+
+def test_a_vocabulary_padded_otherwise_is_refused() -> None:
+    saved = {"args": SimpleNamespace(padded_vocab_size=384)}
+    run = SimpleNamespace(padded_vocab_size=512, tensor_model_parallel_size=2, finetune=False)
+    with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", run):
+        with raises(CheckpointError, "/old", 384, 512, "--make-vocab-size-divisible-by 192"):
+            checkpoint_layout.refuse_other_layout(saved, "/old")
+        run.finetune = True
+        checkpoint_layout.refuse_other_layout(saved, "/old")
 
 
 def test_metadata_of_a_save_is_marked_and_that_of_a_load_is_checked() -> None:
@@ -55,7 +88,7 @@ def test_flat_state_in_the_order_of_other_experts_is_refused() -> None:
     checkpoint_layout.mark_or_check(flat, of("stock"))
     checkpoint_layout.mark_or_check(flat | {"megacpp_experts": "megacpp_mcore"}, of("megacpp_mcore"))
     checkpoint_layout.mark_or_check(loaded | {"distrib_optim_sharding_type": "fully_reshardable"}, of("megacpp_mcore"))
-    without = SimpleNamespace(no_load_optim=True, finetune=False)
+    without = SimpleNamespace(no_load_optim=True, finetune=False, dist_ckpt_strictness="log_all")
     with mock.patch("megatron.training.global_vars._GLOBAL_ARGS", without):
         checkpoint_layout.mark_or_check(flat, of("megacpp_mcore"))
 

@@ -181,6 +181,7 @@ def test_a_page_of_the_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     output = tmp_path / "out.html"
     assert cli.main(["report", "html", str(run_of(tmp_path)), "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"page: {output}\n"
+    assert cli.main(["report", "html", str(run_of(tmp_path / "again")), "--output", str(output)]) == 0  # in its place
     dom = check_self_contained(output.read_text(encoding="utf-8"))
     assert "2023-11-14T22:13:20+00:00" in dom.text
     assert {"loss-plot", "time-plot", "goodput-bar"} <= dom.parts()

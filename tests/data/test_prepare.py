@@ -345,6 +345,7 @@ def test_json_lines_are_known_by_their_names(tmp_path, name):
         ("wide.jsonl", '{"text": "one"}\n'.encode("utf-16-le"), ["offset 0", "UTF-16", "iconv"]),
         ("wide.md", "some words".encode("utf-16-be"), ["offset 0", "UTF-16", "iconv"]),
         ("wide.py", "слова и слова".encode("utf-16-le"), ["NUL", "UTF-16", "iconv"]),
+        ("cut.jsonl", b'{"text": "one"}\n{"text": "tw', ["offset 16", "cut off"]),
         ("rows.csv", b"id,text\n1,one\n", [".csv is a table", ".txt"]),
         ("rows.TSV.gz", gzip.compress(b"id\ttext\n", mtime=0), [".tsv is a table", ".txt"]),
         ("wide.txt", "words".encode("utf-16"), ["0xff", "UTF-8 text", "UTF-16"]),
@@ -357,6 +358,15 @@ def test_documents_in_another_form_are_no_text(tmp_path, name, content, values):
     (tmp_path / name).write_bytes(content)
     with raises(DataError, name, *values):
         run(tmp_path / name, tmp_path / "set")
+
+
+def test_a_glob_takes_tables_as_documents_and_some_nuls_are_text(tmp_path):
+    folder, texts = tmp_path / "texts", {"rows.csv": b"id,text\n1,one\n", "log": b"a line\n" + bytes(300), "short": b"abc\0"}
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+    run(folder, tmp_path / "set", globs=("*",))
+    assert sorted(read_back(str(tmp_path / "set"))) == sorted(texts.values())
 
 
 def test_documents_without_text_are_counted_and_named(texts, tmp_path, capsys):

@@ -64,14 +64,16 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 def test_more_tokens_than_learned_positions_are_refused() -> None:
-    def check(tokens: int, kind: str = "learned_absolute") -> None:
+    def most(tokens: int | None, kind: str = "learned_absolute", prompt: int = 10) -> int:
         asked = {"tokens": tokens, "position_embedding_type": kind, "max_position_embeddings": 16}
-        sampling.check_positions(SimpleNamespace(**asked), 10)
+        return sampling.most_tokens(SimpleNamespace(**asked), prompt)
 
-    check(7)  # the last of which is at no position
-    check(99, "rope")
+    assert most(7) == most(None) == 7  # the last of which is at no position
+    assert (most(99, "rope"), most(None, "rope"), most(None, prompt=16)) == (99, sampling.TOKENS, 1)
     with raises(DataError, "--tokens is 8", "at most 7", "16"):
-        check(8)
+        most(8)
+    with raises(DataError, "17 tokens", "16 positions", "shorter"):
+        most(None, prompt=17)
 
 
 def test_the_text_is_alone_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import sys
@@ -89,6 +91,27 @@ def test_a_closed_console_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
         console.say("two")
         print("three", flush=True)
     assert (tmp_path / "log").read_text() == "Megatron's line\n"
+
+
+def test_a_closed_terminal_and_a_stream_without_a_file_end_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, terminal = os.openpty()
+    os.close(ours)
+    with open(terminal, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        console.say("one")
+        console.say("two")
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(self.error, "")
+
+    lost = Gone()
+    monkeypatch.setattr(sys, "stdout", lost)
+    lost.error = errno.ECONNRESET
+    console.say("three")
+    lost.error = errno.ENOSPC
+    with pytest.raises(OSError, match="28"):
+        console.say("four")
 
 
 def test_a_full_disk_does_not_replace_the_error() -> None:

@@ -110,8 +110,7 @@ AT_THE_COMMAND_LINE = [
     (f"{LAUNCH} --eval-interval 0 --eval-iters 1", "--eval-interval is '0'"),
     (f"{LAUNCH} --spec nam56r", "--spec megacpp_mcore.PRESET"),
     (f"{LAUNCH} --phase-transition-iterations 3", "--phase-transition-iterations is for runs with --train-samples"),
-    (f"{LAUNCH} --loss-scale 128", "--loss-scale is for runs with --fp16 or --bf16"),
-    (f"{LAUNCH} --bf16 --hysteresis 2", "--hysteresis is for runs with --fp16"),
+    (f"{LAUNCH} --loss-scale 128", "--loss-scale is for runs with --fp16 or --bf16 or --use-distributed-optimizer"),
     (f"{LAUNCH} --reset-position-ids", "--reset-position-ids resets positions that only learned embeddings read"),
 ]
 BY_MEGATRON = [
@@ -176,6 +175,7 @@ def test_a_wrong_command_is_one_line_before_anything_starts(
         ("--save saved --persistent-save-interval 2", "saved"),
         ("--train-iters 2 --lr-warmup-iters 2 --lr-decay-iters 3", "saved"),
         ("--fp16 --loss-scale 128 --phase-transition-iterations 2 --train-samples 4", "saved"),
+        ("--bf16 --initial-loss-scale 65536 --hysteresis 2", "saved"),  # as scripts for both precisions have it
         ("--load . --pretrained-checkpoint other", "folder"),
         ("--load . --non-persistent-ckpt-type local", "folder"),
         ("--load msc://bucket/saved", "folder"),

@@ -161,7 +161,7 @@ def refuse_other_layout(state: Any, folder: str) -> None:
     before, padded = (getattr(args, "padded_vocab_size", None) for args in (saved, run))
     if before and padded and before != padded:
         raise CheckpointError(
-            f"the checkpoint {folder} has a vocabulary padded to {before} tokens, and the run pads it to {padded}, and the loss "
+            f"the checkpoint {folder} has a vocabulary padded to {before} tokens, and the run pads it to {padded}; the loss "
             f"counts all; add --make-vocab-size-divisible-by {before // run.tensor_model_parallel_size}"
         )
     is_torch = getattr(saved, "ckpt_format", None) == "torch"

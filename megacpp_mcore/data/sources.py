@@ -419,15 +419,15 @@ def _hint(line: bytes, found: object) -> str:
     """Say what a JSON line is in place of an object, and what to do; ``found``: its value, or why it has none."""
     if isinstance(found, list) or (isinstance(found, json.JSONDecodeError) and found.pos >= len(found.doc.rstrip())):
         return "; JSON over many lines, or in an array, becomes JSON lines by jq -c . or, of an array, jq -c '.[]'"
-    if not line.endswith(b"\n"):
-        return "; its file ends in this line, and may be cut off"
     if not isinstance(found, json.JSONDecodeError):
         return ""
     if line.startswith(codecs.BOM_UTF8):
         return "; it begins with a byte-order mark, which JSON has not: remove it, as by sed '1s/^\\xef\\xbb\\xbf//'"
     if b"\0" in line:
         return f"; it holds {_WIDE}"
-    return "; its lines end with CR alone: convert them, as by tr '\\r' '\\n'" if b"\r" in line.strip() else ""
+    if b"\r" in line.strip():
+        return "; its lines end with CR alone: convert them, as by tr '\\r' '\\n'"
+    return "" if line.endswith(b"\n") else "; its file ends in this line, and may be cut off"
 
 
 def _undecodable(text: bytes, error: UnicodeDecodeError) -> str:

@@ -435,9 +435,14 @@ def overlaps(starts: Sequence[Start]) -> list[Start]:
 
 
 def overlap(ranks: Mapping[int, Sequence[Start]]) -> str:
-    """Return which starts were recorded in the run's folder at the same time, in words; empty where none were."""
+    """Return which starts were recorded in the run's folder at the same time, in words; empty where none were.
+
+    One that ended with an error before its first step, as where another run trains in the folder, has disturbed none.
+    """
     overlapping = [
-        f"{', '.join(s.name for s in starts)} of rank {rank}" for rank, of in ranks.items() if (starts := overlaps(of))
+        f"{', '.join(s.name for s in starts)} of rank {rank}"
+        for rank, of in ranks.items()
+        if (starts := overlaps([s for s in of if s.resumed_at is not None or s.how in (None, *IN_ORDER)]))
     ]
     if not overlapping:
         return ""

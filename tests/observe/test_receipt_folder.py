@@ -179,6 +179,8 @@ def test_the_lost_branch_is_no_part_of_the_run(tmp_path: Path) -> None:
 def test_starts_that_overlap_disqualify_the_receipt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "overlapping starts" not in {disqualifier["name"] for disqualifier in receipts.read(run)["disqualifiers"]}
     write_start(run, 3, 1, at(9), began=2.5, world_size=2)
+    write_start(run, 5, 1, at(6, how="CheckpointError"), began=5, world_size=2)  # refused: another run trains there
+    assert "overlapping starts" not in {disqualifier["name"] for disqualifier in receipts.read(run)["disqualifiers"]}
     write_start(run, 4, 1, at(5), began=4, world_size=2)
     (overlap,) = (row["evidence"] for row in receipts.read(run)["disqualifiers"] if row["name"] == "overlapping starts")
     assert overlap.startswith("start_3, start_4 of rank 1 were recorded at the same time")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from megacpp_mcore.errors import CheckpointError
-from megacpp_mcore.util.files import flush_to_disk
-
-_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+from megacpp_mcore.util.files import flush_to_disk, fullness
 
 
 @contextlib.contextmanager
@@ -44,7 +41,7 @@ def new_folder(new: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         # safetensors and torch raise their own, chained errors for a full disk; CheckpointException holds those of ranks.
         errors = [error, *(failure for failure, _ in getattr(error, "failures", {}).values())]
-        full_disk = _FULL.search("".join(line for failure in errors for line in traceback.format_exception(failure)))
+        full_disk = fullness("".join(line for failure in errors for line in traceback.format_exception(failure)))
         if not isinstance(error, OSError) and not full_disk:
             raise
-        raise CheckpointError(f"{new} cannot be written: {error if full_disk is None else full_disk[0]}") from error
+        raise CheckpointError(f"{new} cannot be written: {error if full_disk is None else full_disk}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,15 @@ from megacpp_mcore.errors import DataError
 StrPath = str | os.PathLike[str]
 TEMPORARY = ".megacpp-"
 """Infix of temporary file names: the target's name, this, the process id, ``~``."""
+
+
+_FULL = (r"No space left on device|Disk quota exceeded|File too large", r"unexpected pos \d+ vs \d+")
+"""What the system says of a full disk or quota, or a limit on a file's size, and PyTorch when it closes such a file."""
+
+
+def fullness(error: str) -> str | None:
+    """Return what ``error``, a traceback's text, says of a full disk, the system's words first; None if nothing."""
+    return next((match[0] for words in _FULL if (match := re.search(words, error))), None)
 
 
 def is_remote(path: object) -> bool:

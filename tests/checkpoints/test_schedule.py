@@ -289,12 +289,26 @@ def test_training_goes_on(first: str, second: str, tmp_path: Path, monkeypatch: 
     assert steps["new"] == pytest.approx(steps["old"], rel=1e-5)  # every key is selected, whoever selects
 
 
-@pytest.mark.parametrize("reason", ["", "No space left on device"])
-def test_a_disk_that_fills_while_torch_saves_is_named(reason: str, tmp_path: Path) -> None:
+POS = "unexpected pos 704 vs 598"  # torch's, as it closes what could not be written
+
+
+@pytest.mark.parametrize(
+    ("said", "behind", "named"),
+    [
+        ("other", "", ""),
+        (POS, "", POS),
+        (POS, "No space left on device", "No space left on device"),
+        (POS, "File too large", "File too large"),
+    ],
+)
+def test_a_disk_that_fills_while_torch_saves_is_named(said: str, behind: str, named: str, tmp_path: Path) -> None:
     """CheckpointException is no Exception, and what filled the disk is behind the error that a rank has."""
-    error = RuntimeError("unexpected pos 704 vs 598")  # torch's, as it closes what could not be written
-    error.__context__ = OSError(28, reason)
+    error = RuntimeError(said)
+    error.__context__ = OSError(28, behind)
     failed = CheckpointException("write", {0: (error, traceback.StackSummary())})
-    with pytest.raises(CheckpointError if reason else CheckpointException), staging.new_folder(tmp_path / "new"):
+    with (
+        pytest.raises(CheckpointError if named else CheckpointException, match=named or said),
+        staging.new_folder(tmp_path / "new"),
+    ):
         raise failed
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import inspect
@@ -90,9 +91,11 @@ def quiet(folder: Path | None) -> Iterator[Path]:
             file = folder / f"megatron_rank_{int(os.environ['RANK']):05d}.log"
             stack.enter_context(console.redirected(file))
         except OSError as error:
-            raise LaunchError(
-                f"{folder or 'TMPDIR'} cannot be written to: {error}; expected a folder, not a broken or circular link"
-            ) from error
+            is_no_folder = error.errno in (errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # mkdir of a link: the first
+            hint = (
+                "expected a folder, not a broken or circular link" if is_no_folder else "name a folder that can be written to"
+            )
+            raise LaunchError(f"{folder or 'TMPDIR'} cannot be written to: {error}; {hint} (--observe, --save)") from error
         rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
         if rank in (0, last):  # Megatron prints its lines of steps on the last one
             whose = f" of rank {rank}" if last else ""

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -40,8 +41,15 @@ def test_the_files_of_the_first_and_the_last_rank_are_named(
 @pytest.mark.parametrize("leads_to", ["nowhere", "run"])
 def test_a_folder_that_is_a_link_to_nothing_or_to_itself_is_refused(leads_to: str, tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / leads_to)
-    with pytest.raises(LaunchError, match=f"{tmp_path / 'run'} "):
+    with pytest.raises(LaunchError, match=f"{tmp_path / 'run'} .*not a broken or circular link"):
         process.quiet(tmp_path / "run").__enter__()
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_called_a_link(tmp_path: Path) -> None:
+    denied = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    with mock.patch.object(Path, "mkdir", side_effect=denied), pytest.raises(LaunchError, match=r"Read-only.*--save") as raised:
+        process.quiet(tmp_path / "run").__enter__()
+    assert "link" not in str(raised.value)
 
 
 def test_only_our_lines_and_warnings_are_left_on_the_console(

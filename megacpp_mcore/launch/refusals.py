@@ -23,14 +23,12 @@ from megacpp_mcore.errors import LaunchError, MegacppError
 from megacpp_mcore.model.training import OF_MEGATRON
 from megacpp_mcore.policy import ranks
 from megacpp_mcore.util import console, flags
-from megacpp_mcore.util.files import is_remote
+from megacpp_mcore.util.files import fullness, is_remote
 from megacpp_mcore.util.nearest import suggestion
 from megacpp_mcore.util.stand_in import stand_in
 
-_UNWRITTEN = re.compile(
-    r"unexpected pos \d+ vs \d+|Worker failure: .*|No space left on device|Disk quota exceeded|File too large"
-)
-"""Messages of PyTorch's and Megatron's writers, or of the system, when a disk or quota is full."""
+_UNWRITTEN = re.compile(r"Worker failure: .*")
+"""Message of Megatron's writer, when it is not said that a disk or quota is full."""
 _LOST = re.compile(
     r"(?s)(?:gloo|NCCL|torch\.distributed\.Dist).*?(?P<cause>Connection reset by peer|Broken pipe|ncclRemoteError"
     r"|(?:Connection closed by peer|(?:Read|Write) error) \[(?P<address>.+?)\])"
@@ -183,12 +181,17 @@ def _explained(error: BaseException) -> str | None:
                 "its own output says why"
             )
     save = flags.first(flags.read(sys.argv), "--save") if "checkpointing" in text else None  # not a cache elsewhere
-    if save and (match := _UNWRITTEN.search(text)):
+    said = fullness(text) or next(iter(_UNWRITTEN.findall(text)), None)
+    if save and said:
+        from megacpp_mcore.checkpoints.folder import TRACKER  # imports torch
+
+        is_first = not (Path(save) / TRACKER).exists()
+        others = "no checkpoint there is complete yet" if is_first else "the checkpoints before it are whole"
         with contextlib.suppress(OSError):
             save += f", where {shutil.disk_usage(save).free / 1e9:.3g} GB are free"
         return (
-            f"a checkpoint could not be written in full to --save {save} ({match[0]}); make room, or name another folder, and "
-            "start again with --load: the checkpoints before it are whole"
+            f"a checkpoint could not be written in full to --save {save} ({said}); make room, or name another folder, and "
+            f"start again{'' if is_first else ' with --load'}: {others}"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (

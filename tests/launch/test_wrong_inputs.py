@@ -286,19 +286,22 @@ def test_a_lost_connection_to_something_else_blames_no_rank(said: str, monkeypat
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "named"),
     [
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
-        RuntimeError("Worker failure: An error is caught while starting worker 0, error: <class 'RuntimeError'>"),
-        OSError(28, os.strerror(28)),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), "unexpected pos 704 vs 598"),
+        (RuntimeError("Worker failure: An error is caught while starting worker 0, error: <class 'RuntimeError'>"), "Worker"),
+        (RuntimeError("Worker failure: unexpected pos 7 vs 5\nOSError: File too large"), "(File too large)"),
+        (OSError(28, os.strerror(28)), "(No space left on device)"),
     ],
 )
-def test_a_disk_that_is_full_at_a_save_is_named(said: Exception, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_at_a_save_is_named(said: Exception, named: str, tmp_path: Path) -> None:
     saving = tmp_path / "checkpointing.py"
     saving.write_text("raise said\n")
     with mock.patch.object(sys, "argv", ["x.py", "--save", str(tmp_path)]):
-        with raises(LaunchError, f"--save {tmp_path}", "GB"), refusals.in_one_line(None):
-            runpy.run_path(str(saving), init_globals={"said": said})
+        for others in ("no checkpoint there is complete yet", "the checkpoints before it are whole"):
+            with raises(LaunchError, f"--save {tmp_path}", "GB", named, others), refusals.in_one_line(None):
+                runpy.run_path(str(saving), init_globals={"said": said})
+            (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
         if not isinstance(said, OSError):
             with pytest.raises(type(said)) as raised, refusals.in_one_line(None):  # of another place
                 raise said.with_traceback(None)

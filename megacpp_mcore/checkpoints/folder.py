@@ -262,6 +262,14 @@ def choose(load: Path, step: int | None, *, by_digests: bool = True) -> int | No
         raise CheckpointError(
             f"{problem}; no whole checkpoint exists: restore the file from a copy{restart_hint}", code="none-whole"
         )
+    after = () if newest in later else later
+    if whole := next((number for number in after if not _damages(iteration_folder(load, str(number)), by_digests)), None):
+        raise CheckpointError(
+            f"{problem}; the newest whole checkpoint before it is {iteration_folder(load, str(newest))}, and "
+            f"{iteration_folder(load, str(whole))} is whole, too: to continue from one of them, write {newest} or {whole} to "
+            f"{load / TRACKER}",
+            code="damaged",
+        )
     setting_hint = ", or set checkpoints: {load_newest_whole: true} in the file of MEGACPP_CONFIG"
     raise CheckpointError(
         f"{problem}; the newest whole checkpoint is {iteration_folder(load, str(newest))}: to continue from it, write {newest} "

@@ -162,6 +162,18 @@ def test_a_later_checkpoint_is_named_and_not_taken(saved: Path, step: int | None
         choose(saved, step)
 
 
+def test_whole_checkpoints_before_and_after_a_lost_one_are_named(saved: Path) -> None:
+    """Loading the older one by the setting would give up the later one."""
+    (saved / TRACKER).write_text("4")
+    named = "iter_0000004", f"before it is {saved / OLDER}", f"{saved / NEWEST} is whole, too"
+    with raises(CheckpointError, *named, code="damaged") as refused:
+        choose(saved, None)
+    assert "load_newest_whole" not in str(refused.value)
+    flip(saved / NEWEST / SHARD, 100)
+    with raises(CheckpointError, f"the newest whole checkpoint is {saved / OLDER}", "load_newest_whole", code="damaged"):
+        choose(saved, None)
+
+
 def test_a_lost_tracker_file_does_not_begin_anew(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / TRACKER).unlink()
     flip(saved / NEWEST / SHARD, 100)

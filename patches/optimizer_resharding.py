@@ -242,15 +242,22 @@ def _by_saved_names(
 )
 def _by_its_own_groups(original: Function, self: Any, state_dict: Any) -> None:
     optimizers = self.chained_optimizers
+    saved: list[dict[str, Any]] = []
     try:
         if isinstance(state_dict, dict) and optimizers:
             parts = [state_dict.get(index, {}) for index in range(max(len(optimizers), len(state_dict)))]
             states = [state_dict] if len(optimizers) == 1 else parts[: len(optimizers)]
             saved = [part for part in (state_dict, *parts) if _groups(part)]  # none of Megatron-FSDP
+            _take_rates(optimizers, saved)
             if saved and not all(map(_is_of_its_kind, optimizers, states)):
                 states = [_state(optimizer, state, saved) for optimizer, state in zip(optimizers, states, strict=True)]
                 state_dict = states[0] if len(states) == 1 else dict(enumerate(states))
-        original(self, state_dict)
+        try:
+            original(self, state_dict)
+        except (KeyError, ValueError):  # of groups that the checkpoint does not have, as tuples of values
+            for group in _own_groups(optimizers) if saved else ():
+                _matching(group, saved)
+            raise
     except CheckpointError as error:
         if _refusals is None:
             raise
@@ -316,6 +323,30 @@ def _state(optimizer: Any, state: dict[str, Any], saved: list[dict[str, Any]]) -
     return {**state, "optimizer": inner, **rest} if is_mixed else inner
 
 
+def _own_groups(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    inners = [getattr(optimizer, "optimizer", None) for optimizer in optimizers]  # None: without trainable parameters
+    return [group for inner in inners for group in getattr(inner, "param_groups", ())]
+
+
+def _take_rates(optimizers: Sequence[Any], saved: list[dict[str, Any]]) -> None:
+    """Give the checkpoint's groups the run's learning rates where --override-opt_param-scheduler says so.
+
+    Megatron's schedule follows the flag, but groups are found by their rates, too. Those of several rates stay as they are.
+    """
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+    from megatron.training import global_vars
+
+    if not getattr(global_vars._GLOBAL_ARGS, "override_opt_param_scheduler", False):
+        return
+    ours = _own_groups(optimizers)
+    rates = ("max_lr", "min_lr")
+    names = [name for name in param_group_identifier_keys if name not in (*rates, _EXPERT)]
+    for theirs in (group for part in saved for group in _groups(part)):
+        alike = [_named(group, rates) for group in ours if _named(group, names) == _named(theirs, names)]
+        if alike and all(found == alike[0] for found in alike):
+            theirs.update(alike[0])
+
+
 def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the checkpoint's group that trains as ``group`` does; of the experts' own, for the experts' own."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -324,14 +355,21 @@ def _matching(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, A
     settings = _named(group, names)
     matches = [saved_group for part in saved for saved_group in _groups(part) if _named(saved_group, names) == settings]
     if not matches:
+        others = [_named(saved_group, names) for part in saved for saved_group in _groups(part)]
+        nearest = min(others, key=lambda other: sum(other[name] != settings[name] for name in names))
+        differ = [
+            f"{name} is {nearest[name]} in the checkpoint and {settings[name]} in the run"
+            for name in names
+            if nearest[name] != settings[name]
+        ]
         raise CheckpointError(
-            f"the checkpoint's optimizer has no group of parameters like {settings}; train "
+            f"the checkpoint's optimizer has no such group of parameters as the run's: {', '.join(differ)}; train "
             "with its settings, or load without the optimizer's state (--no-load-optim)"
         )
     return next((saved_group for saved_group in matches if saved_group.get(_EXPERT) == group.get(_EXPERT)), matches[0])
 
 
-def _named(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _named(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return these values of a group; NeMo writes ``wd_mult`` and ``lr_mult`` with ``pre_`` before them."""
     return {name: group.get(name, group.get(f"pre_{name}")) for name in names}
 

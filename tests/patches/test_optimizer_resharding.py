@@ -219,6 +219,20 @@ def test_the_file_format_is_loaded_as_it_is() -> None:
     assert inner.load_state_dict.call_args.args[0] is state
 
 
+def test_a_rate_that_the_run_overrides_is_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between optimizers of one kind as well, of which Megatron says KeyError."""
+    ours = [{"params": [torch.nn.Parameter(torch.zeros(2))], "wd_mult": 0.0, "lr_mult": 1.0, "max_lr": 1e-3}]
+    inner = mock.Mock(spec=DistributedOptimizer, optimizer=torch.optim.Adam(ours))
+    state = {"optimizer": {"param_groups": [GROUP | {"max_lr": 3e-4}]}, "param_state_sharding_type": "x"}
+    inner.load_state_dict.side_effect = KeyError
+    with raises(CheckpointError, "max_lr is 0.0003 in the checkpoint and 0.001 in the run"):
+        _chained(inner)(state)
+    inner.load_state_dict.side_effect = None
+    monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", mock.Mock(override_opt_param_scheduler=True))
+    _chained(inner)(state)
+    assert inner.load_state_dict.call_args.args[0]["optimizer"]["param_groups"][0]["max_lr"] == 1e-3
+
+
 def test_groups_of_another_kind_match_by_the_names_of_nemo() -> None:
     """A distributed optimizer loads a plain one's state, whose multipliers NeMo calls pre_wd_mult and pre_lr_mult."""
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -230,10 +244,16 @@ def test_groups_of_another_kind_match_by_the_names_of_nemo() -> None:
     assert (group["lr"], group["pre_wd_mult"], group["step"]) == (1.0, 0.0, 3.0)
     ours[0]["wd_mult"] = 1.0
     inner.optimizer = torch.optim.Adam(ours)
-    with raises(CheckpointError, "'max_lr': None"):
+    with raises(CheckpointError, "wd_mult is 0.0 in the checkpoint and 1.0 in the run"):
         _chained(inner)({"optimizer": tensors, "param_state": {}})
+    ours[0] |= {"wd_mult": 0.0, "max_lr": 1e-3}
+    inner.optimizer = torch.optim.Adam(ours)
+    with raises(CheckpointError, "max_lr is None in the checkpoint and 0.001 in the run"):
+        _chained(inner)({"optimizer": tensors, "param_state": {}})
+    ours[0] |= {"wd_mult": 1.0, "max_lr": None}
+    inner.optimizer = torch.optim.Adam(ours)
     ended: list[None] = []  # inside of Megatron's load, which other ranks are in as well, it is refused at the end
-    with raises(CheckpointError, "'max_lr': None"):
+    with raises(CheckpointError, "wd_mult is 0.0 in the checkpoint and 1.0 in the run"):
         MAKES["load_checkpoint"](lambda *_: ended.append(_chained(inner)({"optimizer": tensors, "param_state": {}})))(
             [], object()
         )

@@ -2,11 +2,11 @@
 
 ``experiments/recall.yaml`` has the commands. A row is a document as long as the model's, so that Megatron's samples are these
 rows. A needle is a key of its own and a value, which occur :data:`TIMES` times: from the second time on the key queries the
-value. A copy is a marker and :data:`BLOCK` tokens; the marker occurs once more, followed by the same block. One repeated phrase
-fills the other half of a row. Distances are drawn log-uniformly. (Multi-query associative recall, arXiv 2312.04927, over the distances and with the noise of RULER, arXiv
-2404.06654.) An answer counts if each of its tokens is the likeliest after those before, as in greedy decoding. From random
-weights a model of 12 layers learnt no recall from such rows in 98 million tokens. Drills, rows of few needles again and again,
-are a denser signal; they are for training alone.
+value. A copy is a marker and :data:`BLOCK` tokens; the marker occurs once more, followed by the same block. One repeated
+phrase fills the other half of a row. Distances are drawn log-uniformly. (Multi-query associative recall, arXiv 2312.04927,
+over the distances and with the noise of RULER, arXiv 2404.06654.) An answer counts if each of its tokens is the likeliest
+after those before, as in greedy decoding. From random weights a model of 12 layers learnt no recall from such rows in 98
+million tokens. Drills, rows of few needles again and again, are a denser signal; they are for training alone.
 
 Shape legend: L tokens of a row, N items or needles, V vocabulary.
 """
@@ -96,7 +96,7 @@ def row(length: int, vocabulary: int, *seed: int) -> tuple[NDArray[np.uint16], l
 
 
 def drill(length: int, vocabulary: int, *seed: int) -> NDArray[np.uint16]:
-    """Draw a row [L] of 2 or more needles and nothing else, fewer than :data:`DRILLED`, in random order; a seed's is the same."""
+    """Draw a row [L] of 2 or more needles and nothing else, fewer than :data:`DRILLED`, in random order; one per seed."""
     random = np.random.default_rng(seed)
     needles = int(2 * (DRILLED / 2) ** random.random())
     keys_N = FILLERS + random.permutation(vocabulary // 2 - FILLERS)[:needles]

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from megacpp_mcore.errors import DataError
 from megacpp_mcore.util.files import writable
@@ -58,16 +57,12 @@ def output(text: str, replaced: str = "") -> str:
     A file with ``replaced`` in its first 4096 bytes may be there: it is an earlier one.
     """
     try:
-        if os.environ.get("RANK", "0") == "0" and (path := writable(text)).exists() and not _begins(path, replaced):
-            raise DataError(f"{text} exists; expected a new file: name another, or remove it", code="exists")
+        if os.environ.get("RANK", "0") == "0" and (path := writable(text)).exists():
+            if not (replaced and replaced.encode() in path.read_bytes()[:4096]):
+                raise DataError(f"{text} exists; expected a new file: name another, or remove it", code="exists")
     except DataError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
-
-
-def _begins(path: Path, replaced: str) -> bool:
-    with path.open("rb") as file:
-        return bool(replaced) and replaced.encode() in file.read(4096)
 
 
 def utf8(text: str) -> str:

@@ -76,12 +76,18 @@ def test_more_tokens_than_learned_positions_are_refused() -> None:
         most(None, prompt=17)
 
 
-def test_the_text_is_alone_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with console.text_alone():
+def test_the_text_is_alone_on_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def script(*_: object) -> int:
         console.say("the policy")
         with console.redirected(tmp_path / "log"):
             console.say("a line")
             console.say("text", is_text=True)
+        return 0
+
+    monkeypatch.setattr(launcher, "launch_script", script)
+    assert cli.main(["sample", "--", "--load", "saved"]) == 0
     assert capsys.readouterr() == ("text\n", "the policy\na line\n")
 
 

@@ -57,9 +57,9 @@ def output(text: str, replaced: str = "") -> str:
     A file with ``replaced`` in its first 4096 bytes may be there: it is an earlier one.
     """
     try:
-        if os.environ.get("RANK", "0") == "0" and (path := writable(text)).exists():
-            if not (replaced and replaced.encode() in path.read_bytes()[:4096]):
-                raise DataError(f"{text} exists; expected a new file: name another, or remove it", code="exists")
+        is_there = os.environ.get("RANK", "0") == "0" and (path := writable(text)).exists()
+        if is_there and not (replaced and replaced.encode() in path.read_bytes()[:4096]):
+            raise DataError(f"{text} exists; expected a new file: name another, or remove it", code="exists")
     except DataError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
